@@ -72,7 +72,14 @@ def batch_flags(settings: Settings) -> BatchFlags:
 
 def data_root(args: Settings) -> DataRoot:
     """Return the data set that the flags specify."""
-    return DataRoot(args.image_root, args.data_format, args.allow_outside, args.label_offset, args.skip_list)
+    return DataRoot(
+        args.image_root,
+        args.data_format,
+        args.allow_outside,
+        args.label_offset,
+        args.skip_list,
+        is_multi_label=args.multi_label,
+    )
 
 
 def data_classes(args: Settings, root: DataRoot | None = None) -> list[str] | None:

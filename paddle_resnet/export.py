@@ -18,9 +18,10 @@ import paddle_resnet  # noqa: F401  imported before Paddle, because it sets envi
 from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
-from paddle_resnet.utils import confidence, exit_codes, files, locks, logger, numbers, outputs, signals
+from paddle_resnet.utils import confidence, exit_codes, files, label_metrics, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
+from paddle_resnet.utils.label_metrics import ScoreMeter
 from paddle_resnet.utils.mode import Mode
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
@@ -29,6 +30,8 @@ from paddle_resnet.utils.mode import Mode
 # even larger probabilities.
 LOSS_TOLERANCE = 1e-4  # maximum difference between the mean losses; relative if the loss exceeds 1
 TIE = 1e-4
+# Maximum difference between the mAP of multi-label networks. Rounding can exchange the order of two images.
+MAP_TOLERANCE = 1e-3
 PROBABILITY_TOLERANCE = 1e-4
 # Earlier versions computed losses on a CPU with Paddle's cross entropy, which raises logits to at least the maximum
 # minus 64, so the losses that they recorded can be lower. Their checkpoints lack the key "cpu" in meta.json.
@@ -169,6 +172,8 @@ def export(
         raise UsageError("--int8: requires training images to determine activation ranges; add --calibrate IMAGE_ROOT")
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)
+    if temperature is not None and network.args.multi_label:
+        raise UsageError(f"--temperature {temperature}: not supported for multi-label networks; remove the flag")
     original, tempered = None, {}
     if temperature is not None:
         original = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
@@ -332,7 +337,7 @@ def _sample_text(description):
     """Describe the calibration images of an INT8 model."""
     sample, classes = description["int8"]["calibration"], description["output"]["shape"][1]
     images = f"{sample['images']} of {sample['available']} training images"
-    return f"{images}, which contain {sample['classes']} of {classes} classes"
+    return f"{images}, which contain {sample['classes']} of {classes} classes" if sample["classes"] else images
 
 
 def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
@@ -427,10 +432,7 @@ def _verify(network, folder, image_root, device, allow_outside=False):
         models.append(inference.open_onnx(file, "cpu", logits=True))
     expected, *others = (_score(network, model, image_root, allow_outside=allow_outside) for model in models)
     for model, score in zip(models, (expected, *others), strict=True):
-        logger.info(
-            f"{model.engine}: top1 {score['correct'] / score['images']:.6g}, loss {score['loss']:.7g}, "
-            f"{score['images']} images"
-        )
+        logger.info(f"{model.engine}: {_metric_text(score)}, loss {score['loss']:.7g}, {score['images']} images")
     remedy = "use a different version of the inference engine"
     for model, score in zip(models[1:], others, strict=True):
         kind = "--qat" if network.args.qat and model.precision != "float16" else model.precision
@@ -460,7 +462,7 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
         return logger.info("recorded evaluation: none, so only the exported networks were compared with the checkpoint")
     decoder = {"cpu": "a CPU", "gpu": "a GPU"}.get(network.meta["arguments"].get("dali_device"), "an unknown device")
     loss = "not finite" if recorded["loss"] is None else f"{recorded['loss']:.7g}"
-    text = f"recorded evaluation: top1 {recorded['top1']:.6g}, loss {loss}, images decoded on {decoder}"
+    text = f"recorded evaluation: {_metric_text(recorded)}, loss {loss}, images decoded on {decoder}"
     if obstacle := _obstacle(network, score["images"]):
         return logger.info(f"{text}; not compared, because {obstacle}")
     model, options = network.model(logits=True), {"as_evaluated": True, "allow_outside": allow_outside}
@@ -476,7 +478,10 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
         score = repeated | {"ties": 0}  # the repetition rounds exactly as the run did
     losses = [score["loss"], *([] if "cpu" in network.meta else [score["clipped_loss"]])]
     score = score | {"loss": min(losses, key=lambda loss: abs(loss - recorded["loss"]))}
-    reference = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
+    if "map" in recorded:  # the recorded evaluation has no number of correct decisions
+        reference = score | {"loss": recorded["loss"], "map": recorded["map"]}
+    else:
+        reference = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
     remedy = "check that IMAGE_ROOT is the data set of the training run"
     _check_agreement("the checkpoint's network", score, "its recorded evaluation", reference, remedy)
     logger.info(f"{text}; confirmed")
@@ -510,6 +515,9 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
     probabilities differ by less than TIE, QAT_TIE or HALF_TIE, depending on the model), "loss", "clipped_loss"
     (loss with EARLIER_CLIP)}.
 
+    For a multi-label network, "correct" and "ties" count pairs of image and class, whose probability is compared with
+    the threshold, and there are also "map" and "decisions" (number of pairs).
+
     Args:
         network: the checkpoint's Network.
         model: Model to evaluate.
@@ -519,7 +527,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
         keep: function that is called with (logits [N, classes], labels [N, 1]) of each batch, or None.
     Raises:
         UsageError: the data set cannot be used.
-        RunError: the model's probabilities are not the softmax of its logits.
+        RunError: the model's probabilities are not the softmax or, if multi-label, the sigmoid of its logits.
     """
     from paddle_resnet import dali
     from paddle_resnet.checkpoints import restore
@@ -531,8 +539,9 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
         "internal",
         image_root=str(image_root),
         allow_outside=allow_outside,
-        data_format=layout.detect(str(image_root), Mode.EVAL),
+        data_format="auto" if recorded.multi_label else layout.detect(str(image_root), Mode.EVAL),
         label_offset=recorded.label_offset,
+        multi_label=recorded.multi_label,
         num_of_class=recorded.num_of_class,
         dali_output_fp16=as_evaluated and _is_half(network),
     )
@@ -540,21 +549,33 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
     width_axis = 3 if description["input"]["layout"] == "NCHW" else 2
     tie = HALF_TIE if model.precision == "float16" else QAT_TIE if recorded.qat else TIE
     trained = restore.recorded_classes(network.meta) or classes.numbers(args.num_of_class)
+    meter = ScoreMeter(args.num_of_class)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
     for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=trained):
         images, labels = np.array(batch["data"]).astype(description["input"]["dtype"]), np.array(batch["label"])
         if mirrors:
             images = np.concatenate([images, np.flip(images, width_axis)])
         probabilities, logits = model.outputs(images)
-        expected = np.exp(_log_softmax(logits))
+        expected = label_metrics.probabilities(logits) if args.multi_label else np.exp(_log_softmax(logits))
         if not np.allclose(probabilities, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
+            function = "sigmoid" if args.multi_label else "softmax"
             raise RunError(
-                f"--verify: the probabilities of {model.engine} differ from the softmax of its logits by up to "
-                f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; use a different version of "
-                "the engine or a different checkpoint"
+                f"--verify: the probabilities of {model.engine} differ from the {function} of its logits by up to "
+                f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; use a different "
+                "version of the engine or a different checkpoint"
             )
         if keep is not None:
             keep((logits, labels))
+        if args.multi_label:
+            if mirrors:
+                expected = np.split(expected, 2)[0] / 2 + np.split(expected, 2)[1] / 2
+                logits = _mirrored_logits(logits)
+            meter.update(np.hstack([logits, labels]).astype(np.float32), len(labels))
+            losses = np.concatenate([losses, np.repeat(_binary_loss(logits, labels), 2, axis=1)])
+            thresholds = np.array(description["multi_label"]["thresholds"])
+            correct += np.count_nonzero((expected >= thresholds) == (labels > 0.5))
+            ties += np.count_nonzero(np.abs(expected - thresholds) < tie)
+            continue
         if mirrors:  # the logarithms of the average probabilities replace the logits, as in the evaluation
             logits = np.logaddexp(*np.split(_log_softmax(logits), 2)) - np.log(2)
         of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]
@@ -565,7 +586,30 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
         second, first = ranked[:, -2:].T
         ties += np.count_nonzero(first - second < tie)
     loss, clipped_loss = losses.mean(axis=0)
-    return {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
+    score = {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
+    if args.multi_label:
+        score |= {"map": label_metrics.evaluate(meter.rows())["map"], "decisions": len(losses) * args.num_of_class}
+    return score
+
+
+def _binary_loss(logits, labels):
+    """Return the binary cross entropy of each image, summed over its classes, float64 [N, 1]."""
+    logits = logits.astype(np.float64)
+    return (np.logaddexp(0, logits) - logits * labels).sum(axis=1, keepdims=True)
+
+
+def _mirrored_logits(logits):
+    """Return the logits of the mean probabilities of images and their mirror images, float64 [N, classes]."""
+    logits = logits.astype(np.float64)
+    means = [np.logaddexp(*np.split(-np.logaddexp(0, sign * logits), 2)) for sign in (-1, 1)]
+    return means[0] - means[1]
+
+
+def _metric_text(score):
+    """Return "mAP X" or "top1 X" for a result of _score or a recorded evaluation."""
+    if "map" in score:
+        return f"mAP {score['map']:.6g}"
+    return f"top1 {score['top1'] if 'top1' in score else score['correct'] / score['images']:.6g}"
 
 
 def _log_softmax(logits, clip=np.inf):
@@ -580,10 +624,13 @@ def _check_agreement(name, score, reference_name, reference, remedy):
     difference = abs(score["correct"] - reference["correct"])
     allowed = score["ties"] + reference["ties"]
     loss_difference = abs(score["loss"] - reference["loss"]) / max(1, abs(reference["loss"]))
-    if difference > allowed or not loss_difference <= LOSS_TOLERANCE:
+    map_difference = abs(score["map"] - reference["map"]) if "map" in score else 0
+    counted = f"{score['decisions']} labels" if "decisions" in score else f"{score['images']} images"
+    if difference > allowed or not loss_difference <= LOSS_TOLERANCE or map_difference > MAP_TOLERANCE:
+        maps = f", mAP {score['map']:.6g} and {reference['map']:.6g}" if map_difference else ""
         raise RunError(
             f"--verify: {name} and {reference_name} disagree: {score['correct']} and {reference['correct']} of "
-            f"{score['images']} images correct (ties allow a difference of {allowed}), loss {score['loss']:.7g} and "
+            f"{counted} correct (ties allow a difference of {allowed}){maps}, loss {score['loss']:.7g} and "
             f"{reference['loss']:.7g} (tolerance {LOSS_TOLERANCE:g}), and nothing was written; {remedy}"
         )
 
@@ -591,7 +638,8 @@ def _check_agreement(name, score, reference_name, reference, remedy):
 def _check_top1(model, kind, score, reference):
     """Raise RunError if top1 of a Model is lower than that of the checkpoint's network by more than the tolerance in
     TOP1_CHECKS. `kind` is a key of TOP1_CHECKS."""
-    lost, images = reference["correct"] - score["correct"], score["images"]
+    lost, images = reference["correct"] - score["correct"], score.get("decisions", score["images"])
+    counted = "labels" if "decisions" in score else "images"
     tolerance, remedy = TOP1_CHECKS[kind]
     # With fewer than 200 images, the tolerance of INT8 is less than one image, whose class rounding can change.
     allowed = max(1, tolerance * images) if kind == "int8" else tolerance * images + score["ties"]
@@ -603,8 +651,8 @@ def _check_top1(model, kind, score, reference):
         source = f"; its activation ranges come from {_sample_text(model.description)}"
         remedy = remedy.format(more="use more --calibration-images, or " * (sample["images"] < sample["available"]))
     raise RunError(
-        f"--verify: {model.engine} ({kind}) classifies {score['correct']} of {images} images correctly, but the "
-        f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the images){source}, "
+        f"--verify: {model.engine} ({kind}) classifies {score['correct']} of {images} {counted} correctly, but the "
+        f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the {counted}){source}, "
         f"and nothing was written; {remedy}"
     )
 

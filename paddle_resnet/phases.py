@@ -115,7 +115,7 @@ def _claim(args, checkpoint, folder):
     from paddle_resnet.results import lr_curve
 
     is_saving = args.run_scope.trains and not args.benchmark
-    files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark
+    files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark, args.multi_label
     outputs.claim(
         report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
@@ -321,7 +321,7 @@ def set_weights(
     args: values.Settings, checkpoint: restore.StartCheckpoint | None, training: Work | None, evaluation: Work | None
 ) -> restore.StartCheckpoint | None:
     """Load the initial weights, restore the training state of a checkpoint, prune the weights (--prune-model), and cast
-    them for mixed precision (--amp).
+    them for mixed precision (--amp). Also set the thresholds with which a multi-label network is evaluated.
 
     Returns:
         The checkpoint with the position at which training continues, or None.
@@ -350,6 +350,9 @@ def set_weights(
         if args.asp:
             logger.info(sparsity.describe(training.program))
         variables.start_states(missing, checkpoint, training.program, place)
+    if evaluation and not training and args.multi_label:
+        _, meta = _origin(args, checkpoint)
+        evaluation.fetchs["scores"][1].thresholds = (meta or {}).get("thresholds")
     if evaluation and args.amp:
         float32 = quantization.float32_variables(evaluation.program)
         precision.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)

@@ -132,6 +132,18 @@ def top(probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return labels, np.take_along_axis(probabilities, labels, axis=1)
 
 
+def above(probabilities: np.ndarray, thresholds: list[float], names: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Return [{"label", "class", "probability", "threshold"}] for each image of a multi-label network: all classes
+    whose probability is at least the threshold, in descending order of the probability."""
+    images = []
+    for row in probabilities.astype(float).tolist():
+        labels = sorted((i for i, p in enumerate(row) if p >= thresholds[i]), key=lambda i: -row[i])
+        images.append(
+            [{"label": i, "class": names[i], "probability": row[i], "threshold": thresholds[i]} for i in labels]
+        )
+    return images
+
+
 def entries(labels: np.ndarray, probabilities: np.ndarray, names: Sequence[str]) -> list[list[dict[str, Any]]]:
     """Return [{"label", "class", "probability"}] for each image. `labels` and `probabilities` are the result of top;
     `names` is the names of all classes."""
@@ -382,8 +394,12 @@ def _main(args: argparse.Namespace):
     if args.heat_map is not None:
         draw = _drawer(args.heat_map, heat_maps.open_model(args.model, device, args.model_arch_name, args.precision))
     bad = number = 0
-    names = _class_names(model)
-    with _csv_writer(args.csv, min(TOP, len(names))) as write, bad_images.decoders_silenced():
+    names, thresholds = _class_names(model), _thresholds(model)
+    if thresholds is None:
+        columns = ["prediction", "predicted_class", *predictions.top_columns(min(TOP, len(names)))]
+    else:
+        columns = ["prediction", *(predictions.PROBABILITY + name for name in names)]
+    with _csv_writer(args.csv, columns) as write, bad_images.decoders_silenced():
         batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
         for files_read, probabilities in batches:
             found, numbers_found = [], []
@@ -397,18 +413,37 @@ def _main(args: argparse.Namespace):
                     logger.write_line(printable(f"{path} {problem}"), sys.stderr)
             if not found:
                 continue
-            best = *top(probabilities), names
-            drawn = [draw(*each) for each in zip(numbers_found, found, best[0][:, 0], strict=True)] if draw else None
-            bad += 0 if drawn is None else drawn.count(None)
+            if thresholds is not None:
+                images = above(probabilities, thresholds, names)
+                rows = _multi_label_rows(found, images, probabilities)
+            else:
+                best = *top(probabilities), names
+                images, rows = entries(*best), _rows(found, *best)
+            drawn = None
+            if draw is not None:  # of a multi-label network, some images have no predicted class
+                each = zip(numbers_found, found, images, strict=True)
+                drawn = [draw(number, path, classes[0]["label"]) if classes else None for number, path, classes in each]
+                bad += sum(path is None and classes != [] for path, classes in zip(drawn, images, strict=True))
             if write:
-                write(_rows(found, *best))
+                write(rows)
             if args.json or not write:
-                _print(found, entries(*best), args.json, drawn)
+                _print(found, images, args.json, "top" if thresholds is None else "classes", drawn)
     return exit_codes.FAILURE if bad else exit_codes.DONE
 
 
 def _class_names(model):
     return predictions.class_names(model.description["classes"], model.description["output"]["shape"][1])
+
+
+def _thresholds(model):
+    """Return the thresholds of a multi-label network, or None."""
+    return model.description.get("multi_label", {}).get("thresholds")
+
+
+def _multi_label_rows(paths, images, probabilities):
+    """Like _rows, for the result of `above`: the names of the predicted classes, and the probability of each class."""
+    for path, classes, row in zip(paths, images, probabilities.tolist(), strict=True):
+        yield [path, "|".join(entry["class"] for entry in classes), *(f"{p:.7g}" for p in row)]
 
 
 def _check_heat_map(args: argparse.Namespace):
@@ -457,15 +492,15 @@ def _drawer(folder, model):
     return draw
 
 
-def _print(paths, images, as_json, drawn=None):
-    """Print a line for each image. `images` is the result of entries; `drawn` is the path of each heat map, or None
-    without --heat-map."""
+def _print(paths, images, as_json, key, drawn=None):
+    """Print a line for each image. `images` is the result of entries or of above, and `key` is its key in JSON. `drawn`
+    is the path of each heat map, or None without --heat-map."""
     for i, (path, classes) in enumerate(zip(paths, images, strict=True)):
         if as_json:
-            line = json.dumps({"image": path, "top": classes} | ({} if drawn is None else {"heat_map": drawn[i]}))
+            line = json.dumps({"image": path, key: classes} | ({} if drawn is None else {"heat_map": drawn[i]}))
         else:
             names = ", ".join("{class} {probability:.4f}".format(**each) for each in classes)
-            line = printable(f"{path}: {names}")
+            line = printable(f"{path}: {names or 'none of the classes'}")
         logger.write_line(line, sys.stdout)
 
 
@@ -493,12 +528,16 @@ def _serve(args: argparse.Namespace, model, device, listener):
     from paddle_resnet.data import bad_images
     from paddle_resnet.serving import heat_maps, image_files, web
 
-    names = _class_names(model)
+    names, thresholds = _class_names(model), _thresholds(model)
 
     def classify(upload):
         options = 1, device, args.dali_num_threads, web.Upload.read
         [(_, row, problem)] = image_files.predict(model, [upload], *options)
-        return (None, problem) if row is None else (entries(*top(row[None]), names)[0], None)
+        if row is None:
+            return None, problem
+        if thresholds is not None:
+            return above(row[None], thresholds, names)[0], None
+        return entries(*top(row[None]), names)[0], None
 
     def heat_map(upload, label):
         try:
@@ -552,9 +591,9 @@ def _claim_outputs(args: argparse.Namespace, paths):
 
 
 @contextlib.contextmanager
-def _csv_writer(path, k):
-    """Yield a function that writes rows to the CSV file, with columns for the k most probable classes. A regular file
-    is written atomically. If path is None, yield None.
+def _csv_writer(path, columns):
+    """Yield a function that writes rows to the CSV file, with the column "image" and `columns`. A regular file is
+    written atomically. If path is None, yield None.
 
     Raises:
         UsageError: the file cannot be written, or another process is writing it.
@@ -563,7 +602,7 @@ def _csv_writer(path, k):
     if path is None:
         yield None
         return
-    header = ["image", "prediction", "predicted_class", *predictions.top_columns(k)]
+    header = ["image", *columns]
     try:
         lock = contextlib.nullcontext()
         if path != "-" and (os.path.isfile(path) or not os.path.exists(path)):

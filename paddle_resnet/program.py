@@ -1,7 +1,7 @@
 """The functions with fixed signatures: build and compile the static-graph programs, and run them epoch by epoch. Their
 implementation is in step/."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from paddle_resnet.utils.mode import Mode
 
 if TYPE_CHECKING:
     from paddle_resnet.optimizers.schedules import Schedule
+    from paddle_resnet.utils.label_metrics import ScoreMeter
     from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter
 
-    Fetchs = dict[str, tuple[static.Variable, AverageMeter | ConfusionMeter]]
+    Fetchs = Mapping[str, tuple[static.Variable, AverageMeter | ConfusionMeter | ScoreMeter]]
 
 _started_with = None  # settings passed to the last call of start_fleet()
 
@@ -57,15 +58,17 @@ def start_fleet(args: values.Settings) -> None:
     fleet.start(args.seed, args.device, args.data_layout, args.kernels, needs_serial_run)
 
 
-def create_feeds(image_shape: Sequence[int]) -> dict[str, static.Variable]:
+def create_feeds(image_shape: Sequence[int], multi_label_classes: int | None = None) -> dict[str, static.Variable]:
     """Declare the inputs of the current program.
 
     Args:
         image_shape: shape of one image in the loader's layout, [C, H, W] or [H, W, C].
+        multi_label_classes: number of classes of a multi-label network (--multi-label), or None.
     Returns:
-        {"data": [N, *image_shape] in Paddle's default dtype, "label": [N, 1] int64}.
+        {"data": [N, *image_shape] in Paddle's default dtype, "label": [N, 1] int64, or [N, multi_label_classes] float32
+        with 1 for each class of the image and 0 for all others}.
     """
-    return building.feeds_of(image_shape)
+    return building.feeds_of(image_shape, multi_label_classes)
 
 
 def create_fetchs(

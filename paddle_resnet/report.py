@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import math
 import os
 import platform
 import sys
@@ -46,14 +47,16 @@ def default_name(run_scope: RunScope, is_benchmark: bool) -> str:
     return "report.json" if run_scope.trains else "report.eval.json"
 
 
-def outputs(settings: output.Settings, evaluates: bool) -> dict:
+def outputs(settings: output.Settings, evaluates: bool, is_multi_label: bool = False) -> dict:
     """Return {flag or description: path or None} for the report and all files that accompany the report.
 
     Args:
         settings: paths of the report and of further results.
         evaluates: whether the run evaluates the entire data set.
+        is_multi_label: value of --multi-label.
     """
-    of_tables = {f"{kind}.csv next to --report-file": path for kind, path in tables(settings, evaluates).items()}
+    found = tables(settings, evaluates, is_multi_label)
+    of_tables = {f"{kind}.csv next to --report-file": path for kind, path in found.items()}
     if settings.predictions is not None:
         of_tables.pop("predictions.csv next to --report-file", None)
     return {
@@ -64,20 +67,21 @@ def outputs(settings: output.Settings, evaluates: bool) -> dict:
     }
 
 
-def announced(settings: output.Settings, evaluates: bool) -> set[str]:
+def announced(settings: output.Settings, evaluates: bool, is_multi_label: bool = False) -> set[str]:
     """Return the keys of outputs() for which outputs.claim need not log a warning: the report and, if the report
     exists, its tables. Either this module logs that the run replaces them, or a resumed run continues them."""
     if not Path(settings.report_file).is_file():
         return {"--report-file"}
-    return {"--report-file", *(f"{kind}.csv next to --report-file" for kind in tables(settings, evaluates))}
+    kinds = tables(settings, evaluates, is_multi_label)
+    return {"--report-file", *(f"{kind}.csv next to --report-file" for kind in kinds)}
 
 
-def tables(settings: output.Settings, evaluates: bool) -> dict:
+def tables(settings: output.Settings, evaluates: bool, is_multi_label: bool = False) -> dict:
     """Return {kind: path} for the CSV files of an evaluation. For the arguments, see outputs."""
     if not evaluates:
         return {}
     report, page = Path(settings.report_file), settings.report_html
-    kinds = ["classes", "averages", "confusion", *(["predictions"] if page else [])]
+    kinds = ["classes", "averages", *([] if is_multi_label else ["confusion"]), *(["predictions"] if page else [])]
     if report.exists() and not report.is_file():  # for example, /dev/null or a pipe
         kinds = []
     paths = {kind: files.companion(settings.report_file, f"{kind}.csv") for kind in kinds}
@@ -383,13 +387,16 @@ def summarize(
     data = _summary(trained, evaluated, best, {"epoch": stop.epoch, **stop.place()})
     lines = [f"last checkpoint: {folder}"]
     if evaluated is not None:
-        folder = saver.best_folder
+        folder, metric = saver.best_folder, meters.main_metric(best)
         lines = [
-            f"best checkpoint: {folder} (epoch {best['epoch']}, top1 {best['top1']:.4f})",
-            f"{lines[0]} (epoch {stop.epoch}, top1 {evaluated['top1']:.4f})",
+            f"best checkpoint: {folder} (epoch {best['epoch']}, {metric} {best[metric]:.4f})",
+            f"{lines[0]} (epoch {stop.epoch}, {metric} {evaluated[metric]:.4f})",
         ]
     if saver.ends_early:
-        lines = [f"--patience {args.patience}: no higher top1 since epoch {best['epoch']}", *lines]
+        lines = [
+            f"--patience {args.patience}: no higher {meters.main_metric(best)} since epoch {best['epoch']}",
+            *lines,
+        ]
     if args.asp:
         from paddle_resnet.components import sparsity
 
@@ -419,10 +426,11 @@ def _summary(trained, evaluated, best, last):
         best: best evaluation, with its position; None if evaluated is None.
         last: position of the last evaluation.
     """
-    data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")} if trained else {}
+    names = ("loss", "top1", "top5", "ips")
+    data = {f"train.{name}": trained[name] for name in names if name in trained} if trained else {}
     if evaluated is not None:
         averages = (f"{name}_{kind}" for kind in meters.AVERAGES for name in meters.CLASS_METRICS)
-        names = ("loss", "top1", "top5", "ece", "images", *averages)
+        names = ("loss", "top1", "top5", "ece", "map", "map_micro", "images", *averages)
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
@@ -491,7 +499,10 @@ def write_classes(
         return numbers
     from paddle_resnet.results import predictions as table
 
-    paths = tables(args.part(output.Settings), args.run_scope.evaluates)
+    paths = tables(args.part(output.Settings), args.run_scope.evaluates, args.multi_label)
+    if args.multi_label:
+        _write_multi_label(args, paths, result, classes, epoch)
+        return numbers
     class_num = len(result["class_top1"])
     names = table.class_names(classes, class_num)
     ratios = meters.CLASS_METRICS
@@ -512,6 +523,29 @@ def write_classes(
         images = table.list_images(*place, count=len(result["predictions"]))
         table.write(paths["predictions"], images, result["predictions"], names)
     return numbers
+
+
+def _write_multi_label(args, paths, result, classes, epoch):
+    """Like write_classes, with --multi-label: the columns of REPORT.classes.csv are label, class, images, predicted,
+    correct, ap, threshold, precision, recall, f1, epoch, and there is no REPORT.confusion.csv."""
+    from paddle_resnet.results import predictions as table
+
+    names = table.class_names(classes, len(result["thresholds"]))
+    counts, ratios = ("images", "predicted", "correct"), ("ap", "threshold", *meters.CLASS_METRICS)
+    columns = [result["thresholds" if name == "threshold" else f"class_{name}"] for name in (*counts, *ratios)]
+    rows = []
+    for label, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        cells = [f"{value:.6f}" if math.isfinite(value) else "" for value in values[len(counts) :]]
+        rows.append((label, names[label], *map(int, values[: len(counts)]), *cells, epoch))
+    _write(paths.get("classes"), ("label", "class", *counts, *ratios, "epoch"), rows)
+    rows = [
+        (kind, *(f"{result[f'{name}_{kind}']:.6f}" for name in meters.CLASS_METRICS), epoch) for kind in meters.AVERAGES
+    ]
+    _write(paths.get("averages"), ("average", *meters.CLASS_METRICS, "epoch"), rows)
+    if "predictions" in paths:
+        place = args.image_root, args.data_format, args.skip_list, args.allow_outside
+        images = table.list_images(*place, count=len(result["scores"]), is_multi_label=True)
+        table.write_multi_label(paths["predictions"], images, result["scores"], result["thresholds"], names)
 
 
 def _write(path, header, rows):

@@ -155,7 +155,10 @@ def resolve_classes(settings: values.Settings, mode: Mode) -> None:
     if settings.data_format != "synthetic":
         # Only rank 0 counts the classes, because all ranks must have the same number when Fleet's startup program
         # broadcasts the parameters.
-        root = DataRoot(settings.image_root, settings.data_format, settings.allow_outside, settings.label_offset)
+        root = DataRoot(
+            *(settings.image_root, settings.data_format, settings.allow_outside, settings.label_offset),
+            is_multi_label=settings.multi_label,
+        )
         counted = exchange.from_rank_0(lambda: root.count_classes(mode))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
 

@@ -12,6 +12,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import multi_label_data
 import numpy as np
 import pytest
 from PIL import Image
@@ -86,6 +87,7 @@ def write_downloads(root):
         archive.add(root / "imagenette", "imagenette2-160")
     write_imagenet(root / "downloads")
     origins.write(root)
+    multi_label_data.write(root / "scenes")
 
 
 def write_imagenet(root):

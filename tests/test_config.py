@@ -1062,6 +1062,7 @@ USED_BY = {
     "auto_augment randaug": "auto_augment_magnitude",
     "amp True": "amp_dtype amp_level scale_loss use_dynamic_loss_scaling use_pure_fp16",
     "prune_model True": "mask_algo",
+    "multi_label True": "asymmetric_loss",
     "iter_unit batch": "num_iter",
     "iter_unit epoch": "epochs budget_minutes save_interval_steps",
     "optimizer Momentum Nesterov": "momentum",

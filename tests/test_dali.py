@@ -249,7 +249,7 @@ def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
     args = parse("--image-root", "i", "--data-format", "folder", "--skip-list", "s", "--dali-random-seed", "9")
     args.allow_outside, args.allow_empty_classes, args.allow_one_class = "outside", "empty", "one"
     root = dali.data_root(args)
-    values = root.image_root, root.data_format, root.label_offset, root._allow_outside, root._skip_list
+    values = root.image_root, root.data_format, root.label_offset, root.allow_outside, root._skip_list
     assert values == ("i", "folder", "auto", "outside", "s")
     loader_module.open_split(root, Options.of(args), Mode.TRAIN, True, ["a"])
     assert calls == [(root, Mode.TRAIN, 3, 9, "empty", ["a"], "one")]

@@ -221,6 +221,7 @@ ARGS = SimpleNamespace(
     data_layout="NCHW",
     kernels="paddle",
     iter_unit="epoch",
+    multi_label=False,
     verbose=False,
     qat=False,
     amp=False,

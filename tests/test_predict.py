@@ -675,7 +675,7 @@ def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
 
 def test_csv_device_is_not_locked(monkeypatch):
     monkeypatch.setattr(predict.locks, "held", None)
-    with predict._csv_writer("/dev/null", 1) as write:
+    with predict._csv_writer("/dev/null", []) as write:
         write([[0]])
 
 

@@ -322,6 +322,12 @@ def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> 
         if is_fine_tuning:
             names = [name for name in names if not args.is_chosen(name)]
         inherited, differing = inheritance.inherit(args, recorded, names, folder)
+        if args.multi_label != recorded.multi_label and (resumes or not args.run_scope.trains):
+            raise UsageError(
+                f"--multi-label {str(args.multi_label).lower()}: {folder} was trained with --multi-label "
+                f"{str(recorded.multi_label).lower()}; remove the flag, or start a new run with "
+                "--from-pretrained-params"
+            )
         if not args.is_explicit("image_shape"):
             # The number of channels must match the filters of the first layer.
             args.set(f"checkpoint {folder}", image_shape=[recorded.image_shape[0], *args.image_shape[1:]])

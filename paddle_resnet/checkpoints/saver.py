@@ -34,6 +34,7 @@ from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from paddle_resnet.utils import logger, signals
 from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.meters import main_metric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -130,7 +131,8 @@ def best_before(root: str | Path, checkpoint: StartCheckpoint) -> dict[str, Any]
         if meta["run"] != checkpoint.meta["run"] or at > reached:
             continue
         reached = at
-        if meta["evaluated"] and (best is None or meta["evaluated"]["top1"] >= best["top1"]):
+        evaluated = meta["evaluated"]
+        if evaluated and (best is None or evaluated[main_metric(evaluated)] >= best[main_metric(best)]):
             best = _result_at(meta["epoch"], meta["step"], meta["evaluated"])
     return best
 
@@ -183,6 +185,7 @@ class Saver:
         self._pending = None
         self.best = exchange.from_rank_0(lambda: self._prepare(checkpoint))
         self._evaluations_since_best = checkpoint.evaluations_since_best if checkpoint else 0
+        self._thresholds = None  # of the last evaluation, with --multi-label
         self.folder = checkpoint and checkpoint.folder
 
     def _prepare(self, checkpoint):
@@ -227,7 +230,9 @@ class Saver:
             whether this is the best evaluation so far. If several evaluations are equally good, the earliest is the
             best.
         """
-        is_best = self.best is None or result["top1"] > self.best["top1"]
+        name = main_metric(result)
+        is_best = self.best is None or result[name] > self.best[name]
+        self._thresholds = result["thresholds"].tolist() if "thresholds" in result else None
         self._evaluations_since_best = 0 if is_best else self._evaluations_since_best + 1
         if is_best:
             numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
@@ -321,6 +326,8 @@ class Saver:
             "seeds": {"paddle": self._args.seed, "python": _python_state(), "numpy": _numpy_state()},
             "ranks": [state for state, _ in ranks],
         }
+        if self._args.multi_label:
+            meta["thresholds"] = None if evaluated is None else self._thresholds
         name = _name(epoch, step)
         self.folder = self._root / name
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, *own_files.values()])

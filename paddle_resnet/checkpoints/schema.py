@@ -34,6 +34,14 @@ def problem(meta: dict[str, Any]) -> str | None:
         return f"evaluations_since_best is {reprlib.repr(meta['evaluations_since_best'])[:100]}"
     if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints lack this key
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
+    is_multi_label = meta["arguments"].get("multi_label") is True
+    thresholds, count = meta.get("thresholds"), meta["arguments"].get("num_of_class")
+    if not is_none_or(is_list_of(is_ratio))(thresholds) or (thresholds is not None and len(thresholds) != count):
+        return f"thresholds is {reprlib.repr(meta['thresholds'])[:100]}"
+    needed = {"map", "map_micro"} if is_multi_label else {"top1", "top5"}
+    for name in ("evaluated", "best", *([] if is_multi_label else ["trained"])):
+        if meta[name] is not None and (missing := needed - {*meta[name]}):
+            return f"{name} lacks {min(missing)}"
     if "cpu" in meta and not is_table(meta["cpu"], threads=is_count, instructions=is_text):
         return f"cpu is {reprlib.repr(meta['cpu'])[:100]}"
     return None
@@ -41,8 +49,11 @@ def problem(meta: dict[str, Any]) -> str | None:
 
 def _is_result(value):
     """Return whether a value is a dictionary of training or evaluation metrics."""
-    checks = {"loss": is_none_or(is_number), "top1": is_ratio, "top5": is_ratio, "ips": is_number}
-    return is_table(value, **checks) and all(map(is_none_or(is_number), value.values()))
+    checks = {"loss": is_none_or(is_number), "ips": is_number}
+    if not is_table(value, **checks) or not all(map(is_none_or(is_number), value.values())):
+        return False
+    ratios = [value[name] for name in ("top1", "top5", "map", "map_micro") if name in value]
+    return all(map(is_ratio, ratios))
 
 
 def _is_best(value):

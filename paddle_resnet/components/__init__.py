@@ -15,6 +15,7 @@ from paddle_resnet.components import (
     lookahead,
     loss,
     mixing,
+    multi_label,
     optimizer,
     precision,
     quantization,
@@ -24,7 +25,7 @@ from paddle_resnet.components import (
 )
 
 COMPONENTS = (
-    *(loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
+    *(multi_label, loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
     *(precision, sparsity, quantization, stages),
 )
 # Components that change the images, the targets of the loss, or layers of the network. loss follows mixing, because the

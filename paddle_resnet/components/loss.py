@@ -24,14 +24,15 @@ class Settings:
     class_weights: str = flag(
         "none",
         "class weights in the training loss; balanced: inversely proportional to the number of training images "
-        "of the class, with a mean of 1 over all images",
+        "of the class, with a mean of 1 over all images (with --multi-label: over all labels)",
         topic="data",
         choices=["none", "balanced"],
     )
 
 
 def add(step: "StepBuilder") -> None:
-    """With --class-weights balanced, add the weights of the images to the targets of the loss head.
+    """With --class-weights balanced, add the weights of the images, or of the classes of a multi-label network, to the
+    targets of the loss head.
 
     Raises:
         UsageError: the number of training images of each class is unknown (step.class_images).
@@ -46,4 +47,7 @@ def add(step: "StepBuilder") -> None:
     images[: len(step.class_images)] = step.class_images
     weights = loss_head.balanced_weights(images)
     variable = step.declare("class_weights", lambda: weights, [1, step.num_classes])
+    if step.is_multi_label:
+        step.targets = step.targets | {"class_weights": variable}
+        return
     step.targets = step.targets | {"image_weights": loss_head.weigh_images(step.targets, variable, step.num_classes)}

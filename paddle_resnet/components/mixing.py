@@ -76,7 +76,8 @@ def add(step: "StepBuilder") -> None:
     rows = declare("rows", [1, 1, height, 1] if is_nchw else [1, height, 1, 1])
     columns = declare("columns", [1, 1, 1, width] if is_nchw else [1, 1, width, 1])
     step.images = mix_images(step.images, rows, columns)
-    weights = mix_labels(step.targets["label"], declare("fraction", [1]), step.num_classes)
+    num_classes = None if step.is_multi_label else step.num_classes
+    weights = mix_labels(step.targets["label"], declare("fraction", [1]), num_classes)
     step.targets = step.targets | {"weights": weights}
 
 
@@ -139,11 +140,11 @@ def mix_labels(label, fraction, class_num):
     """Return the targets of mixed images.
 
     Args:
-        label: [N, 1] int64.
+        label: [N, 1] int64; with --multi-label, float32 [N, class_num].
         fraction: float32 [1], the mean weight of the image (Mix.fraction).
-        class_num: number of classes.
+        class_num: number of classes; None with --multi-label.
     Returns:
-        class weights, float32 [N, class_num]. Each row sums to 1.
+        class weights, float32 [N, class_num]. Without --multi-label, each row sums to 1.
     """
     import paddle
     import paddle.nn.functional as F
@@ -151,5 +152,5 @@ def mix_labels(label, fraction, class_num):
     from paddle_resnet.models import loss_head
 
     with loss_head.scope():
-        own = F.one_hot(paddle.reshape(label, [-1]), class_num)
+        own = label if class_num is None else F.one_hot(paddle.reshape(label, [-1]), class_num)
         return own * fraction + paddle.flip(own, axis=[0]) * (1 - fraction)

@@ -29,9 +29,10 @@ class DataSet:
         size: number of images in the entire split, not per process.
         classes: names that identify the classes, in label order, see numbering.Numbering; numbers for classes without
             names.
-        read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
-            while a DALI pipeline is being defined; data/formats/__init__.py contains its contract. ShardIterator
-            removes the repeated images at the end of an epoch.
+        read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1] or, with
+            --multi-label, float32 [number of network outputs]), called while a DALI pipeline is being defined;
+            data/formats/__init__.py contains its contract. ShardIterator removes the repeated images at the end of an
+            epoch.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
             For record files, the hash covers shards.Records.identity, the labels read before step 1 and the label
             offset.
@@ -39,6 +40,9 @@ class DataSet:
         files, labels: path relative to image_root and label (int64 array) of each image, in list order; None for record
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
+        class_images: number of images of each class, or None if the labels are not read in advance. Invalid labels are
+            not counted. The run stops when it reads an image with an invalid label.
+        is_multi_label: whether images have any number of classes (--multi-label).
         records: function that yields the images.Image of each record in stored order, or None for image files.
     """
 
@@ -52,9 +56,14 @@ class DataSet:
     labels: np.ndarray | None = None
     has_reader: bool = True
     records: Callable[[], Iterator[Image]] | None = None
+    class_images: np.ndarray | None = None
+    is_multi_label: bool = False
 
     def __post_init__(self):
         self.class_names = self.class_names or self.classes
+        if self.class_images is None and self.labels is not None:
+            labels, count = self.labels, len(self.classes)
+            self.class_images = np.bincount(labels[(labels >= 0) & (labels < count)], minlength=count)
 
 
 def shifted(read: Callable, offset: int) -> Callable:

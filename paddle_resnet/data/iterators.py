@@ -8,6 +8,7 @@ classes in this module ignore the call. adapted() wraps any other iterable in an
 
 import base64
 import contextlib
+import os
 import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -115,12 +116,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
     @property
     def class_images(self) -> np.ndarray | None:
-        """Number of images in each class, or None if the labels are not read in advance. Invalid labels are not
-        counted, because the run stops when it reads an image with such a label."""
-        labels = self._data_set.labels
-        if labels is None:
-            return None
-        return np.bincount(labels[(labels >= 0) & (labels < len(self.classes))], minlength=len(self.classes))
+        """See data_set.DataSet."""
+        return self._data_set.class_images
 
     def state(self) -> dict[str, Any]:
         """Return the state of a training loader as JSON-serializable data, to be passed to dali.build_dataloader."""
@@ -187,6 +184,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
                     f"{self._image_root}: the {self._data_set.data_format} data cannot be read (rank "
                     f"{processes.rank()}: {problem}); run `{command('dataset', 'verify', self._image_root)}`"
                 ) from e
+            if self._data_set.is_multi_label:  # `dataset verify` reads one label per image
+                remedy = f"add a line {os.path.relpath(path, self._image_root)} to a file for --skip-list"
             raise DataError(f"{path}: {undecodable} (rank {processes.rank()}); repair or remove it, or {remedy}") from e
 
     def _next_batch(self):

@@ -11,6 +11,8 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import Mode, RunScope
 
+TABLES = r"(?P<set>){split}\.(?:csv|jsonl)"  # names of label tables (--multi-label)
+
 
 def check_root(image_root: str, content: str = "train/ and val/", flag: str = "--image-root") -> None:
     """Raise UsageError if image_root, the value of `flag`, is not a folder, or if its path is not valid UTF-8, which
@@ -25,7 +27,8 @@ def check_split(flag: str, image_root: str, mode: Mode) -> None:
     """Raise UsageError if the data set that a flag such as --verify specifies does not contain a split. Commands that
     read the data set late call this function at startup, so that they fail early."""
     check_root(image_root, f"{mode.value}/", flag)
-    if not _has_split(image_root, mode):
+    has_table = bool(split_names.find(image_root, mode, TABLES))
+    if not has_table and not _has_split(image_root, mode):
         advice = sniffer.advice(image_root, only_certain=True)
         remedy = advice or f"put the class folders into {mode.value}/"
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; {remedy}, or use a different folder")
@@ -99,12 +102,14 @@ def occupied(image_root: str) -> list[str]:
     must be neither at nor below a reserved path."""
     if not os.path.isdir(image_root):
         return []
-    own = {manifest.MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
+    suffixes = ("", ".txt", ".csv", ".jsonl")
+    own = {manifest.MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in suffixes)}
     own |= {name for name in os.listdir(image_root) if name.endswith(".idx") or _is_record_file(name)}
     paths = {os.path.join(image_root, name) for name in own}
     for mode in Mode:
         with contextlib.suppress(UsageError):  # the run reports this error
             paths |= {path for module in FILES.values() for path in module.detect(image_root, mode)}
+            paths |= {*split_names.find(image_root, mode, TABLES)}
     return sorted(paths)
 
 

@@ -52,6 +52,7 @@ class Options(augment.Settings):
     hw_decoder_load: float
     image_shape: list[int]
     interp: str
+    multi_label: bool
     normalize_mean: list[float]
     normalize_scale: float
     normalize_std: list[float]
@@ -112,7 +113,7 @@ def build(
     rank, world_size = processes.rank(), processes.world_size()
     image_root = root.image_root
     data_set = open_split(root, options, mode, trains, trained)
-    check_labels(options, mode, data_set.data_format, data_set.labels)
+    check_labels(options, mode, data_set.data_format, data_set.class_images)
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < options.batch_size:
         raise UsageError(
@@ -187,18 +188,23 @@ def build_synthetic(
     channels, height, width = options.image_shape
     shape = (channels, height, width) if options.data_layout == "NCHW" else (height, width, channels)
     data = random.standard_normal((batch_size, *shape)).astype("float16" if options.dali_output_fp16 else "float32")
-    batch = {"data": data, "label": random.randint(0, options.num_of_class, (batch_size, 1)).astype("int64")}
+    if options.multi_label:
+        label = random.randint(0, 2, (batch_size, options.num_of_class)).astype("float32")
+    else:
+        label = random.randint(0, options.num_of_class, (batch_size, 1)).astype("int64")
+    batch = {"data": data, "label": label}
     return SyntheticIterator(batch, processes.place(options.device), images, options.num_of_class, conditions, state)
 
 
-def check_labels(options: Options, mode: Mode, data_format: str, labels: np.ndarray | None) -> None:
-    """Raise UsageError if a flag requires the labels of all training images, but the labels are unknown (None)."""
+def check_labels(options: Options, mode: Mode, data_format: str, class_images: np.ndarray | None) -> None:
+    """Raise UsageError if a flag requires the labels of all training images, but they are not read in advance
+    (DataSet.class_images is None)."""
     flags = {
         "--class-weights balanced": options.class_weights == "balanced",
         "--balanced-sampling": options.balanced_sampling,
     }
     for argument in (argument for argument, is_set in flags.items() if is_set):
-        if mode is Mode.TRAIN and labels is None:
+        if mode is Mode.TRAIN and class_images is None:
             raise UsageError(
                 f"{argument}: requires class folders or file lists, but the data format is {data_format}; remove "
                 f"{argument.split()[0]}, or use a data set of class folders or file lists"

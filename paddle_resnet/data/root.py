@@ -9,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_resnet.data import classes, data_set, layout, manifest, numbering, skip_list, sniffer, split_names
+from paddle_resnet.data import (
+    classes,
+    data_set,
+    label_sets,
+    layout,
+    manifest,
+    numbering,
+    skip_list,
+    sniffer,
+    split_names,
+)
 from paddle_resnet.data.data_set import DataSet
 from paddle_resnet.data.formats import FILES, FORMATS, filelist, folder
 from paddle_resnet.data.image_files import Files
@@ -38,8 +48,9 @@ class DataRoot:
         label_offset: number to subtract from the labels in file lists and record files, or "auto".
         skip_list: path of a --skip-list, or None.
         skip: names (Image.name) of images to omit, instead of a skip list.
+        is_multi_label: whether images have any number of classes (--multi-label).
     Attributes:
-        image_root, data_format, label_offset: see above.
+        image_root, data_format, label_offset, allow_outside: see above.
     """
 
     def __init__(
@@ -50,10 +61,12 @@ class DataRoot:
         label_offset: int | str = AUTO,
         skip_list: str | Path | None = None,
         skip: frozenset[str] = frozenset(),
+        is_multi_label: bool = False,
     ):
         self.image_root = str(image_root)
         self.data_format, self.label_offset = data_format, label_offset
-        self._allow_outside, self._skip_list, self._skip = allow_outside, skip_list, skip
+        self.allow_outside, self._is_multi_label = allow_outside, is_multi_label
+        self._skip_list, self._skip = skip_list, skip
         self._formats, self._lists = {}, {}
 
     @functools.cached_property
@@ -62,7 +75,7 @@ class DataRoot:
         if self._skip_list is None:
             return self._skip
         skip = skip_list.read(self._skip_list, self.image_root)
-        if not self._allow_outside:
+        if not self.allow_outside:
             skip_list.check_inside(self._skip_list, skip, self.image_root)
         return skip
 
@@ -102,14 +115,16 @@ class DataRoot:
         key = mode, label_offset, num_of_class
         if key not in self._lists:
             listed = filelist.index(self.image_root, mode, num_of_class, label_offset)
-            if not self._allow_outside:
+            if not self.allow_outside:
                 filelist.check_inside(self.image_root, mode, listed)
             filelist.check_first(self.image_root, mode, listed)
             self._lists[key] = listed
         return self._lists[key]
 
     def data_classes(self, mode: Mode) -> list[str] | None:
-        """Return the classes of the data set, see numbering.data_classes."""
+        """Return the classes of the data set, see numbering.data_classes and label_sets.data_classes."""
+        if self._is_multi_label:
+            return label_sets.data_classes(self, mode)
         return numbering.data_classes(self, mode)
 
     def count_classes(self, mode: Mode) -> int | None:
@@ -141,9 +156,11 @@ class DataRoot:
         Raises:
             UsageError: the split cannot be used.
         """
+        if self._is_multi_label:
+            return label_sets.listed(self, mode)
         if self.format(mode) in FILES:
             return [*self._files(mode, None, names, label_offset).images(self.image_root)]
-        return [*self._records(mode, frozenset()).images(label_offset)]
+        return [*self.records(mode, frozenset()).images(label_offset)]
 
     def open(
         self,
@@ -168,6 +185,9 @@ class DataRoot:
                 cannot be numbered; the split has no images; or classes in train/ are empty, or all training images
                 belong to one class, and this is not allowed.
         """
+        if self._is_multi_label:
+            layout.check_root(self.image_root)
+            return label_sets.open_split(self, mode, num_of_class, seed, trained, allow_empty)
         stored_as = self.format(mode)
         content = "train/ and val/" if stored_as in FILES else f"the {stored_as} files"
         layout.check_root(self.image_root, content)
@@ -215,7 +235,8 @@ class DataRoot:
         read = functools.partial(FORMATS[stored_as].read, root, files, labels)
         return DataSet(stored_as, len(files), names, read, identity, names, *in_list)
 
-    def _records(self, mode: Mode, skip: frozenset[str]) -> Records:
+    def records(self, mode: Mode, skip: frozenset[str]) -> Records:
+        """Open the record files of a split, without the images `skip`. Raise UsageError if they cannot be used."""
         root, stored_as = self.image_root, self.format(mode)
         paths = layout.check_there(root, mode, stored_as)
         records = FORMATS[stored_as].index(root, mode, paths, skip)
@@ -225,7 +246,7 @@ class DataRoot:
 
     def _open_records(self, mode, num_of_class, seed, numbers, allow_one_class):
         stored_as = self.format(mode)
-        records = self._records(mode, self.skip)
+        records = self.records(mode, self.skip)
         labels = []
         for path, label in records.sample(CHECKED_LABELS):
             labels.append(label)

@@ -185,12 +185,16 @@ def mean_over_mirrored(logits: static.Variable) -> static.Variable:
         shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
         sums = _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)
         logs = _op("elementwise_sub", {"X": shifted, "Y": _op("log", {"X": sums})})
-        pairs = paddle.reshape(logs, [2, -1, logits.shape[1]])
-        largest = _largest(pairs, 0)
-        ratios = _op("exp", {"X": _op("elementwise_sub", {"X": pairs, "Y": largest})})
-        mean = _op("reduce_mean", {"X": ratios}, dim=[0], keep_dim=True)
-        mean = _op("elementwise_add", {"X": largest, "Y": _op("log", {"X": mean})})
+        mean = log_mean(paddle.reshape(logs, [2, -1, logits.shape[1]]))
         return paddle.reshape(mean, [-1, logits.shape[1]])
+
+
+def log_mean(pairs: static.Variable) -> static.Variable:
+    """Return the logarithm of the mean of exp(pairs) over the first axis, [1, ...]."""
+    largest = _largest(pairs, 0)
+    ratios = _op("exp", {"X": _op("elementwise_sub", {"X": pairs, "Y": largest})})
+    mean = _op("reduce_mean", {"X": ratios}, dim=[0], keep_dim=True)
+    return _op("elementwise_add", {"X": largest, "Y": _op("log", {"X": mean})})
 
 
 def _largest(values, axis):

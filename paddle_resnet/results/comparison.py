@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from paddle_resnet.results.reading import Run
 
 BARS = "▁▂▃▄▅▆▇█"
-CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
+CURVES = {
+    "val.top1": "top1",
+    "val.map": "mAP",
+    "val.loss": "validation loss",
+    "train.loss": "training loss",
+    "train.ips": "images/s",
+}
 # Flags that affect only the output of a run, not its computation.
 PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
 
@@ -95,12 +101,14 @@ def metrics(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
 
     def of(run):
         best = run.best()
-        numbers = {name: run.last(name) for name in ("val.top1", "val.loss", "train.loss", "train.ips")}
+        numbers = {name: run.last(name) for name in ("val.top1", "val.map", "val.loss", "train.loss", "train.ips")}
         text = {name: "" if value is None else f"{value:.4f}" for name, value in numbers.items()}
         return {
             "epochs": str(len(run.epochs)) + ("" if run.summary else ", not finished"),
-            "best top1": "" if best is None else f"{best[1]:.4f} (epoch {best[0]})",
+            "best top1": "" if best is None or run.is_multi_label else f"{best[1]:.4f} (epoch {best[0]})",
             "last top1": text["val.top1"],
+            "best mAP": "" if best is None or not run.is_multi_label else f"{best[1]:.4f} (epoch {best[0]})",
+            "last mAP": text["val.map"],
             "last validation loss": text["val.loss"],
             "last training loss": text["train.loss"],
             "images/s, last epoch": "" if numbers["train.ips"] is None else f"{numbers['train.ips']:,.0f}",
@@ -108,7 +116,8 @@ def metrics(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
         }
 
     columns = [of(run) for run in runs.values()]
-    return [(what, [column[what] for column in columns]) for what in columns[0]]
+    rows = [(what, [column[what] for column in columns]) for what in columns[0]]
+    return [(what, values) for what, values in rows if any(values) or not what.endswith("mAP")]
 
 
 def flags(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:

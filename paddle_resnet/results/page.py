@@ -16,7 +16,9 @@ from paddle_resnet.data.formats import FORMATS, folder, read_image
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.results import lr_curve, reading
 from paddle_resnet.results.curves import chart
+from paddle_resnet.results.predictions import PROBABILITY
 from paddle_resnet.utils import files, logger, outputs
+from paddle_resnet.utils.checks import is_ratio
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS
 from paddle_resnet.utils.mode import Mode
@@ -38,7 +40,8 @@ def write(path: str | Path, report_file: str | Path, environment: dict[str, Any]
         RunError: the page cannot be written.
     """
     run = reading.read(report_file)
-    classes, confusion = run.rows("classes.csv"), run.rows("confusion.csv")
+    # A confusion matrix next to the report of a multi-label run is that of an earlier run.
+    classes, confusion = run.rows("classes.csv"), [] if run.is_multi_label else run.rows("confusion.csv")
     predictions = run.parameters.get("predictions")
     rows = run.rows("predictions.csv", predictions)
     save(
@@ -50,9 +53,11 @@ def write(path: str | Path, report_file: str | Path, environment: dict[str, Any]
         charts=_charts(run),
         reliability=_reliability(run),
         times=_times(run),
-        worst=_worst(run, classes, confusion, rows),
+        worst=_worst_of_multi_label(run, classes, rows)
+        if run.is_multi_label
+        else _worst(run, classes, confusion, rows),
         per_class=_per_class(run, classes),
-        matrix=_matrix(classes, confusion),
+        matrix=None if run.is_multi_label else _matrix(classes, confusion),
         changed=run.changed_flags(),
         configuration=yaml.safe_dump(run.parameters, sort_keys=False, default_flow_style=None),
         environment=environment,
@@ -82,16 +87,23 @@ def _templates():
 def _metrics(run):
     """Return [(formatted value, description)] for the metrics at the top of the page."""
     best, is_trained = run.best(), bool(run.curve("train.loss"))
-    metrics = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
+    metrics = [(f"{best[1]:.2%}", f"best {_name(run)}, epoch {best[0]}")] if best and is_trained else []
     last = (
         ("val.top1", ".2%", "final top1"),
         ("val.top5", ".2%", "final top5"),
+        ("val.map", ".2%", "final mAP"),
+        ("val.map_micro", ".2%", "final micro mAP"),
         ("val.loss", ".4g", "validation loss"),
     )
     metrics += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]
     ips = run.mean_ips("train" if is_trained else "val")
     metrics += [(f"{ips:,.0f}", "mean images/s in training" if is_trained else "images/s")] if ips else []
     return [*metrics, (_duration(run.total_s), "total time")]
+
+
+def _name(run):
+    """Return the name of a run's main metric for readers."""
+    return "mAP" if run.is_multi_label else "top1"
 
 
 def _duration(seconds):
@@ -114,14 +126,14 @@ def _charts(run):
 
     best = run.best()
     loss = [("training, steps", "faint", run.step_curve("train.loss")), *of("loss")]
-    title = f"top1, best {best[1]:.4f} in epoch {best[0]}" if best else "top1"
+    metric, title = run.main_metric, f"{_name(run)}, best {best[1]:.4f} in epoch {best[0]}" if best else _name(run)
     mark = best and (best[0] + 1, best[1], f"epoch {best[0]}")
     lr = [("", "train", run.step_curve("train.lr"))]
-    last_x = max(x for _, _, points in [*loss, *of("top1"), *of("ips"), *lr] for x, _ in points)
+    last_x = max(x for _, _, points in [*loss, *of(metric), *of("ips"), *lr] for x, _ in points)
     curve, suggestion = _lr_curve(run)
     charts = [
         ("loss", loss, chart(loss, last_x=last_x)),
-        (title, of("top1"), chart(of("top1"), mark=mark, last_x=last_x)),
+        (title, of(metric), chart(of(metric), mark=mark, last_x=last_x)),
         ("images/s", of("ips"), chart(of("ips"), from_zero=True, last_x=last_x)),
         ("learning rate", [], chart(lr, from_zero=True, last_x=last_x)),
         ("learning-rate finder", curve, chart(curve, xlabel="--lr", mark=suggestion, has_log_x=True)),
@@ -175,13 +187,14 @@ def _times(run):
 
 
 def _worst(run, classes, confusion, rows):
-    """Return the WORST_CLASSES classes with the lowest accuracy, or fewer if fewer are below 1: [{class, top1, images,
+    """Return the WORST_CLASSES classes with the lowest accuracy, or fewer if fewer are below 1: [{class, summary,
     mistaken_for, thumbnails}]."""
     worst = [row for row in classes if row["top1"] and float(row["top1"]) < 1]
     worst = sorted(worst, key=lambda row: float(row["top1"]))[:WORST_CLASSES]
     images = _images(run) if rows else {}
     for row in worst:
         pairs = [p for p in confusion if p["label"] == row["label"] != p["predicted"]]
+        row["summary"] = f"{100 * float(row['top1']):.1f}% of {row['images']} images correct"
         row["mistaken_for"] = [(pair["predicted_class"], pair["images"]) for pair in pairs[:3]]
         wrong = [p for p in rows if p["label"] == row["label"] != p["prediction"]]
         wrong.sort(key=lambda p: -float(p["probability_1"] or 0))
@@ -193,18 +206,53 @@ def _worst(run, classes, confusion, rows):
     return worst
 
 
+def _worst_of_multi_label(run, classes, rows):
+    """Like _worst, with --multi-label and by average precision. The thumbnails are the images whose probability is on
+    the wrong side of the threshold of the class, farthest from it first."""
+    worst = sorted((row for row in classes if row["ap"] and float(row["ap"]) < 1), key=lambda row: float(row["ap"]))
+    worst = worst[:WORST_CLASSES]
+    images = _images(run) if rows else {}
+    for row in worst:
+        name, threshold = row["class"], float(row["threshold"])
+        row["summary"] = f"average precision {float(row['ap']):.4f}, {row['images']} images"
+        row["mistaken_for"], wrong = [], []
+        for image in rows:
+            p, has_class = _ratio(image.get(PROBABILITY + name)), name in image["labels"].split("|")
+            if p is not None and has_class != (p >= threshold):
+                wrong.append((abs(p - threshold), image["image"], "missed" if has_class else "wrongly found", p))
+        wrong.sort(key=lambda each: -each[0])
+        row["thumbnails"] = [
+            (source, image, what, p)
+            for _, image, what, p in wrong[:WRONG_IMAGES]
+            if (source := _thumbnail(images.get(image)))
+        ]
+    return worst
+
+
+def _ratio(text):
+    """Return the ratio in a cell of a table, or None if it is missing or not a ratio."""
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return None
+    return value if is_ratio(value) else None
+
+
 def _per_class(run, classes):
-    """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, preceded by its averages. Return
-    no rows for older tables, which lack these metrics."""
+    """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, preceded by its averages. With
+    --multi-label, the average precision follows the images. Return no rows for older tables, which lack these
+    metrics."""
     best = run.best()
     metrics = run.epochs[best[0]] if best else {}
+    empty = ("", "") if run.is_multi_label else ("",)
     averages = [
-        (f"{kind} average", "", *(f"{value:.4f}" for value in values))
+        (f"{kind} average", *empty, *(f"{value:.4f}" for value in values))
         for kind in AVERAGES
         if None not in (values := [metrics.get(f"val.{name}_{kind}") for name in CLASS_METRICS])
     ]
+    ratios = ("ap", *CLASS_METRICS) if run.is_multi_label else CLASS_METRICS
     per_class = [
-        (_readable(row["class"]), row["images"], *(row[name][:6] for name in CLASS_METRICS))
+        (_readable(row["class"]), row["images"], *(row[name][:6] for name in ratios))
         for row in classes
         if row.keys() >= {*CLASS_METRICS}
     ]
@@ -219,7 +267,7 @@ def _images(run):
         return {}
     try:
         own = folder.own_classes(image_root, Mode.EVAL)
-        images = DataRoot(image_root, data_format).listed(Mode.EVAL, own)
+        images = DataRoot(image_root, data_format, is_multi_label=run.is_multi_label).listed(Mode.EVAL, own)
     except (UsageError, OSError, ValueError):  # ValueError: the path contains a null byte
         return {}
     return {image.name: image for image in images}

@@ -13,9 +13,11 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paddle_resnet.data.formats import folder
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.utils import outputs
+from paddle_resnet.utils import label_metrics, outputs
 from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from paddle_resnet.data.images import Image
+
+# Start of the names of the columns with probabilities of a multi-label network.
+PROBABILITY = "probability_"
 
 
 def write(path: str | Path, images: Sequence[Image], predictions: np.ndarray, names: Sequence[str]) -> None:
@@ -55,6 +60,35 @@ def write(path: str | Path, images: Sequence[Image], predictions: np.ndarray, na
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
 
+def write_multi_label(
+    path: str | Path, images: Sequence[Image], scores: np.ndarray, thresholds: np.ndarray, names: Sequence[str]
+) -> None:
+    """Write the CSV file of a multi-label network atomically: the columns image, labels and prediction (class names,
+    separated by "|"), and a column with the probability of each class, probability_NAME. For the other arguments and
+    RunError, see write.
+
+    Args:
+        scores: logits and labels of the images, float32 [images, 2 * classes].
+        thresholds: threshold of each class.
+    """
+    logits, labels = np.split(scores, 2, axis=1)
+    probabilities = label_metrics.probabilities(logits)
+    try:
+        with outputs.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
+            writer = csv.writer(f)
+            writer.writerow(["image", "labels", "prediction", *(PROBABILITY + name for name in names)])
+            for image, label, values in zip(images, labels > 0.5, probabilities, strict=True):
+                sets = [joined(np.flatnonzero(chosen), names) for chosen in (label, values >= thresholds)]
+                writer.writerow([image.name, *sets, *(f"{p:.7g}" for p in values.tolist())])
+    except OSError as e:
+        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
+
+
+def joined(labels: Iterable[int], names: Sequence[str]) -> str:
+    """Return the names of classes, separated by "|"."""
+    return "|".join(names[label] for label in labels)
+
+
 def class_names(known: Sequence[str], count: int) -> list[str]:
     """Return the names of `count` classes in label order. Classes without a name in `known` have their label as the
     name."""
@@ -73,20 +107,26 @@ def top_cells(top: Iterable[tuple[int | str, str, float]]) -> list[Any]:
 
 
 def list_images(
-    image_root: str, data_format: str, skip_list: str | None, allow_outside: bool, count: int
+    image_root: str,
+    data_format: str,
+    skip_list: str | None,
+    allow_outside: bool,
+    count: int,
+    is_multi_label: bool = False,
 ) -> list[Image]:
     """List the validation images in the order in which the loader reads them.
 
     Args:
         image_root, data_format, skip_list, allow_outside: values of the flags with these names.
         count: expected number of images.
+        is_multi_label: value of --multi-label.
     Returns:
         [Image].
     Raises:
         RunError: the number of images is not `count`.
         UsageError: the data set or the skip list can no longer be read.
     """
-    root = DataRoot(image_root, data_format, allow_outside, skip_list=skip_list)
+    root = DataRoot(image_root, data_format, allow_outside, skip_list=skip_list, is_multi_label=is_multi_label)
     images = root.listed(Mode.EVAL, folder.own_classes(image_root, Mode.EVAL))
     images = [image for image in images if os.path.normpath(image.name) not in root.skip]
     if len(images) != count:

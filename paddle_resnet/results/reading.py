@@ -56,7 +56,7 @@ def _is_flag(value):
 # {metric name without its prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics of
 # steps and epochs must be numbers; other entries of the summary can have any value.
 METRICS = {
-    **dict.fromkeys(("top1", "top5", "ece"), is_ratio),
+    **dict.fromkeys(("top1", "top5", "ece", "map", "map_micro"), is_ratio),
     "reliability": is_list_of(_is_interval),
     **{f"{name}_{average}": is_ratio for name in CLASS_METRICS for average in AVERAGES},
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
@@ -77,6 +77,14 @@ COLUMNS = {
         **{"label": (int, is_count, False), "prediction": (int, is_count, True)},
         **{"probability_1": (float, is_ratio, True), **dict.fromkeys(("image", "predicted_class"))},
     },
+}
+# Files of runs with --multi-label that differ from COLUMNS. Further columns of predictions.csv contain probabilities.
+MULTI_LABEL_COLUMNS = {
+    "classes.csv": {
+        **dict.fromkeys(("label", "images", "predicted", "correct"), (int, is_count, False)),
+        **{"ap": (float, is_ratio, True), "threshold": (float, is_ratio, False), "class": None},
+    },
+    "predictions.csv": dict.fromkeys(("image", "labels", "prediction")),
 }
 PATHS = ("image_root", "data_format", "predictions")  # flags whose value must be text or None
 
@@ -120,6 +128,16 @@ class Run:
     open_s: Counter = field(default_factory=Counter)
     epoch_s: float = 0.0
 
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether the run has --multi-label."""
+        return self.parameters.get("multi_label") is True
+
+    @property
+    def main_metric(self) -> str:
+        """Name of the metric that determines the best evaluation, "top1" or "map"."""
+        return "map" if self.is_multi_label else "top1"
+
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return [(completed epochs, value)] for an epoch metric, without values that are not finite."""
         points = [(epoch + 1, data.get(name)) for epoch, data in sorted(self.epochs.items())]
@@ -134,14 +152,14 @@ class Run:
         return [(x, y) for x, y in points if y is not None]
 
     def best(self) -> tuple[int, float] | None:
-        """Return (epoch, top1) of the best evaluation at the end of an epoch (the earliest if several are equally
-        good), or None."""
-        results = [(data.get("val.top1"), -epoch) for epoch, data in self.epochs.items()]
-        results = [(top1, number) for top1, number in results if top1 is not None]
+        """Return (epoch, top1 or mAP) of the best evaluation at the end of an epoch (the earliest if several are
+        equally good), or None."""
+        results = [(data.get(f"val.{self.main_metric}"), -epoch) for epoch, data in self.epochs.items()]
+        results = [(value, number) for value, number in results if value is not None]
         if not results:
             return None
-        top1, number = max(results)
-        return -number, top1
+        value, number = max(results)
+        return -number, value
 
     def last(self, name: str) -> float | None:
         """Return the last value of an epoch metric. If no epoch has this metric, return its value in the summary.
@@ -153,12 +171,13 @@ class Run:
         """Return the rows of a CSV file as dicts; [] if the file is missing.
 
         Args:
-            kind: a key of COLUMNS.
+            kind: a key of COLUMNS; MULTI_LABEL_COLUMNS applies to runs with --multi-label.
             path: path of the file; None for the file next to the report.
         Raises:
             UsageError: the file cannot be read or does not match COLUMNS.
         """
-        return _rows(path or files.companion(self.path, kind), COLUMNS[kind])
+        columns = (MULTI_LABEL_COLUMNS if self.is_multi_label else {}).get(kind, COLUMNS[kind])
+        return _rows(path or files.companion(self.path, kind), columns)
 
     def folders(self) -> list[Path]:
         """Return the folders in which the run may be stored: the folder of the report, and the checkpoint folder

@@ -103,14 +103,14 @@ def quantize(network: Network, bits: int, image_root: str, images: int, allow_ou
         UsageError: the data set or an image cannot be used, or an activation is not finite.
         RunError: see image_files.predict.
     """
-    drawn, available = draw(image_root, images, allow_outside)
+    drawn, available = draw(image_root, images, allow_outside, network.args.multi_label)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
     histograms, means, counts = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), Counter()
     largest, unusual = {name: [] for name in names}, 0  # largest: of each image, [images] for each batch
     classes = set()
     compiled, exe = compile_prog(network.args, network.program, is_train=False), network.exe
     for batch, labels in _batches(network.description, image_root, drawn):
-        classes |= {*labels}
+        classes |= {*labels} - {None}
         arrays = exe.run(compiled, {network.images.name: batch}, names, scope=network.scope)
         if not all(np.isfinite(array).all() for array in arrays):
             raise UsageError(
@@ -164,7 +164,9 @@ def _set(network, name, values):
     tensor.set(np.asarray(values, np.float32), processes.place("cpu"))
 
 
-def draw(image_root: str | Path, count: int, allow_outside: bool = False) -> tuple[list[Image], int]:
+def draw(
+    image_root: str | Path, count: int, allow_outside: bool = False, is_multi_label: bool = False
+) -> tuple[list[Image], int]:
     """Draw training images at random, one from each of `count` sections of nearly equal length. Thus the sample is
     representative if the images are sorted by class, and also if the classes alternate.
 
@@ -172,13 +174,14 @@ def draw(image_root: str | Path, count: int, allow_outside: bool = False) -> tup
         image_root: folder of the data set.
         count: maximum number of images. If the data set has fewer, all are drawn.
         allow_outside: whether file lists may contain files outside image_root.
+        is_multi_label: whether the images can have several classes (--multi-label).
     Returns:
         ([Image], number of images in the training split). The images are in random order and depend only on
         the data set and `count`.
     Raises:
         UsageError: the data set cannot be used, or its training split contains no images.
     """
-    images = DataRoot(image_root, allow_outside=allow_outside).listed(Mode.TRAIN)
+    images = DataRoot(image_root, allow_outside=allow_outside, is_multi_label=is_multi_label).listed(Mode.TRAIN)
     if not images:
         raise UsageError(f"--calibrate {image_root}: the training split contains no images; add images")
     count = min(count, len(images))

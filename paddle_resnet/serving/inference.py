@@ -264,11 +264,11 @@ def open_paddle(folder: str | Path, device: str, logits: bool = False) -> Model:
 
 
 def _with_logits(serialized):
-    """Add the input of the last softmax as a second output to an exported, serialized program. Return the serialized
-    result."""
+    """Add the input of the last softmax or sigmoid as a second output to an exported, serialized program. Return the
+    serialized result."""
     program = static.deserialize_program(serialized)
     block = program.global_block()
-    [*_, logits] = [op.input("X")[0] for op in block.ops if op.type == "softmax"]
+    [*_, logits] = [op.input("X")[0] for op in block.ops if op.type in ("softmax", "sigmoid")]
     [fetched] = [op.output("Out") for op in block.ops if op.type == "fetch"]
     block.append_op(type="fetch", inputs={"X": [logits]}, outputs={"Out": fetched}, attrs={"col": 1})
     return program.desc.serialize_to_string()

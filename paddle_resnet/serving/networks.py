@@ -16,7 +16,7 @@ from paddle.base.data_feeder import convert_dtype
 from paddle_resnet.checkpoints import arrays, folders, restore, variables
 from paddle_resnet.components import precision, quantization
 from paddle_resnet.job import processes
-from paddle_resnet.models import MODELS, build_model, ends, loss_head
+from paddle_resnet.models import MODELS, build_model, ends, loss_head, multi_label_head
 from paddle_resnet.models import logits as network_logits
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import folding
@@ -28,6 +28,7 @@ from paddle_resnet.settings.values import network_name
 from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.label_metrics import DEFAULT_THRESHOLD
 
 if TYPE_CHECKING:
     from paddle_resnet.settings.values import Settings
@@ -46,7 +47,7 @@ class Network:
         args: flags of the training run, with the device and layout replaced by those of this network.
         meta: content of meta.json.
         program, images, probabilities, logits: static.Program, its input Variable, its output Variable, and the
-            Variable that its softmax reads.
+            Variable that its softmax or, with --multi-label, its sigmoid reads.
         description: content of model.json.
         scope: scope that contains the parameters.
         features: float32 Variable with the input of the global average pooling, the last feature map, if the network
@@ -366,7 +367,9 @@ def _build(args, uint8=False, quantize=False, mirror=False, features=False):
         if quantize:
             quantization.insert(program, on_gpu=args.device == "gpu")
         with loss_head.scope():  # AMP must not change the precision of the probabilities
-            probabilities = paddle.nn.functional.softmax(logits)
+            probabilities = (
+                multi_label_head.probabilities(logits) if args.multi_label else paddle.nn.functional.softmax(logits)
+            )
             if mirror:
                 pairs = paddle.reshape(probabilities, [2, -1, args.num_of_class])
                 probabilities = paddle.mean(pairs, axis=0)
@@ -410,9 +413,12 @@ def _describe(args, meta, images, probabilities):
     layout = "NHWC" if dtype == "uint8" else args.data_layout
     evaluated, crop = meta["evaluated"], args.image_shape[1:]
     if evaluated:
-        evaluated = {name: evaluated[name] for name in ("top1", "top5", "loss")}
+        evaluated = {
+            name: evaluated[name] for name in ("top1", "top5", "map", "map_micro", "loss") if name in evaluated
+        }
         evaluated |= {"tta": args.tta} if args.tta != "none" else {}
         evaluated |= {"decoder": args.dali_device} if args.dali_device != "auto" else {}
+    thresholds = meta.get("thresholds") or [DEFAULT_THRESHOLD] * args.num_of_class
     return {
         "arch": network_name(args.model_arch_name),
         "input": {
@@ -429,6 +435,7 @@ def _describe(args, meta, images, probabilities):
             "std": args.normalize_std,
             "conventions": preprocessing.CONVENTIONS,
         },
+        **({"multi_label": {"thresholds": thresholds}} if args.multi_label else {}),
         "classes": meta.get("class_names", meta["classes"]),
         "epoch": meta["epoch"],
         "evaluated": evaluated,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 OPSET = 13  # released in 2020; supported by onnxruntime 1.7 or later and TensorRT 8 or later
 IR_VERSION = 7  # version of the file format in the ONNX release that introduced OPSET
 METADATA = "paddle_resnet"  # metadata key under which the content of model.json is stored
+OUTPUTS = ("Softmax", "Sigmoid")  # operators that compute the probabilities; networks may contain more of them
 
 
 def require(name: str) -> ModuleType:
@@ -97,8 +98,8 @@ def to_onnx(
 
 
 def to_float16(model: ModelProto) -> ModelProto:
-    """Convert a model written by to_onnx to float16 in place, and return it. The types of the input, output and softmax
-    do not change. Raises UsageError if onnx cannot be imported."""
+    """Convert a model written by to_onnx to float16 in place, and return it. The types of the input, the output
+    and the last of OUTPUTS do not change. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")
     graph, nodes = model.graph, []
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
@@ -115,7 +116,7 @@ def to_float16(model: ModelProto) -> ModelProto:
     casts = {v.name: cast(v.name, half, "half") for v in graph.input if v.type.tensor_type.elem_type == single}
     for node in graph.node:
         node.input[:] = [casts.get(name, name) for name in node.input]
-        if node.op_type == "Softmax" and node.output[0] in outputs:
+        if node.op_type in OUTPUTS and node.output[0] in outputs:
             node.input[0] = cast(node.input[0], single, "single")
         if node.op_type == "Cast":  # the cast of uint8 pixels
             node.attribute[0].i = half
@@ -128,11 +129,11 @@ def to_float16(model: ModelProto) -> ModelProto:
 
 
 def with_logits(serialized: bytes) -> bytes:
-    """Add the input of the last softmax as a second output to a serialized ONNX model written by to_onnx. Return the
+    """Add the input of the last of OUTPUTS as a second output to a serialized ONNX model written by to_onnx. Return the
     serialized result. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")
     model = onnx.load_from_string(serialized)
-    [*_, logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
+    [*_, logits] = [node.input[0] for node in model.graph.node if node.op_type in OUTPUTS]
     output = onnx.ValueInfoProto.FromString(model.graph.output[0].SerializeToString())
     output.name = logits
     model.graph.output.append(output)

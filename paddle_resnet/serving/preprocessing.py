@@ -103,6 +103,10 @@ def problem(model: Any) -> str | None:
         return f"preprocessing.resize_short is less than center_crop {min(crop)}"
     if model["preprocessing"]["resize_short"] * max(crop) > MAX_SIDE * min(crop):
         return f"preprocessing.resize_short is too large for center_crop {crop}"
+    if "multi_label" in model:
+        thresholds = model["multi_label"].get("thresholds") if isinstance(model["multi_label"], dict) else None
+        if not _is_list_of(_is_in(0, 1, (int, float)), outputs)(thresholds):
+            return f"multi_label.thresholds is {reprlib.repr(thresholds)[:100]}"
     if outputs is None or len(model["classes"]) > outputs:
         return f"classes has {len(model['classes'])} names, and output.shape is {model['output']['shape']}"
     return None
@@ -250,8 +254,8 @@ def read_model(path: str | Path) -> dict[str, Any]:
 
 def main(paths: list[str]) -> int:
     """Print the shape and range of each preprocessed image. If model.onnx exists and onnxruntime can run it, also print
-    the five most probable classes of each image. Finally, print the recorded top1 and its decoder, if model.json
-    contains both.
+    the classes of each image that chosen() returns. Finally, print the recorded top1 or mAP and its decoder, if
+    model.json contains both.
 
     Returns:
         exit code: 0 for success, 1 if some files cannot be used, 2 if there are no arguments or model.json is unusable.
@@ -287,21 +291,37 @@ def main(paths: list[str]) -> int:
             code = _report(f"{path}: cannot be used ({_reason(e)}); choose a different image", 1)
             continue
         print(f"{_printable(path)}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")
-        for label in np.argsort(-np.asarray(probabilities), kind="stable")[:5]:
+        for label in chosen(np.asarray(probabilities), model):
             name = dict(enumerate(model["classes"])).get(label, label)
             print(f"  {probabilities[label]:.6f}  {_printable(name)}")
     print(_decoder_text(model.get("evaluated")), end="")
     return code
 
 
+def chosen(probabilities: np.ndarray, model: dict) -> np.ndarray:
+    """Return the classes to show for an image, the most probable first: the five most probable or, for a multi-label
+    network, all whose probability is not below the threshold of the class.
+
+    Args:
+        probabilities: [classes].
+        model: content of model.json.
+    """
+    order = np.argsort(-probabilities, kind="stable")
+    if "multi_label" not in model:
+        return order[:5]
+    return order[probabilities[order] >= np.asarray(model["multi_label"]["thresholds"])[order]]
+
+
 def _decoder_text(evaluated):
-    """Return a line that states which decoder the recorded top1 belongs to, or "" if this is unknown."""
+    """Return a line that states which decoder the recorded top1 or mAP belongs to, or "" if this is unknown."""
     evaluated = evaluated if isinstance(evaluated, dict) else {}
     pixels = {"cpu": "pixels as computed here, within 2 levels", "gpu": "JPEG pixels within 6 levels of those here"}
-    top1, decoder = evaluated.get("top1"), evaluated.get("decoder")
-    if not isinstance(top1, (int, float)) or decoder not in ("cpu", "gpu"):
+    name = "map" if "map" in evaluated else "top1"
+    value, decoder = evaluated.get(name), evaluated.get("decoder")
+    if not isinstance(value, (int, float)) or decoder not in ("cpu", "gpu"):
         return ""
-    return f"recorded top1 {top1:.6g}: validation images decoded on a {decoder.upper()} ({pixels[decoder]})\n"
+    name = {"map": "mAP"}.get(name, name)
+    return f"recorded {name} {value:.6g}: validation images decoded on a {decoder.upper()} ({pixels[decoder]})\n"
 
 
 def _checked_input(path, model):

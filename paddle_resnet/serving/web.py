@@ -111,7 +111,7 @@ def create_app(
             drawn; called like predict. If heat_map is None, requests for heat maps get status 400.
     """
     MultiPartParser.spool_max_size = max_bytes  # keep uploads in memory, because the disk may be full
-    slots = asyncio.Semaphore(MAX_REQUESTS)
+    slots, key = asyncio.Semaphore(MAX_REQUESTS), "classes" if "multi_label" in description else "top"
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     template = environment.get_template("page.html.j2")
 
@@ -139,9 +139,9 @@ def create_app(
             if await request.is_disconnected():
                 raise ClientDisconnect
             top, problem = await run(worker, predict, upload)
-            images.append(_entry(upload, top, problem))
+            images.append(_entry(upload, key, top, problem))
             if draws and problem is None:
-                drawn = await run(worker, heat_map, upload, top[0]["label"])
+                drawn = await run(worker, heat_map, upload, top[0]["label"]) if top else None
                 images[-1]["heat_map"] = drawn and f"data:image/jpeg;base64,{base64.b64encode(drawn).decode()}"
         return images
 
@@ -172,9 +172,9 @@ def create_app(
     )
 
 
-def _entry(upload, top, problem):
-    """Return the JSON object for an image."""
-    return {"image": upload.name} | ({"top": top} if problem is None else {"error": problem})
+def _entry(upload, key, found, problem):
+    """Return the JSON object for an image. `key` is the key of the predicted classes."""
+    return {"image": upload.name} | ({key: found} if problem is None else {"error": problem})
 
 
 def _json(content, status=200, headers=None):

@@ -23,6 +23,8 @@ def follow(settings: values.Settings) -> None:
         if is_free("image_shape"):
             defaults["crop_size"] = network.image_size
         settings.resolve("--model-arch-name", **{name: value for name, value in defaults.items() if is_free(name)})
+    if settings.multi_label and is_free("label_smoothing"):
+        settings.resolve("--multi-label", label_smoothing=0.0)
     if is_free("amp_level"):
         settings.resolve("--use-pure-fp16", amp_level="O2" if settings.use_pure_fp16 else "O1")
     if len(settings.image_shape) == 3 and min(settings.image_shape[1:]) != settings.crop_size:

@@ -14,9 +14,12 @@ from paddle_resnet.settings.declarations import DEFAULTS, FLAGS, MODULES
 from paddle_resnet.settings.field import Conflict
 from paddle_resnet.settings.groups import images, machine, start
 from paddle_resnet.settings.values import argument, flag_name, listed, network_name, text
+from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import RunScope
 
+# Values of --data-format whose images have one label.
+ONE_LABEL = ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
 # Origins of the values that override values of a file or a recipe.
 HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
@@ -166,6 +169,8 @@ def warnings(settings: values.Settings) -> Iterator[str]:
 def _conflicts_of_command(settings):
     """Yield a Conflict for each conflict that is known before a run inherits or chooses flags."""
     yield from _conflicts_of_budget(settings)
+    if settings.choose_recipe:
+        yield from _conflicts_of_multi_label(settings)
     yield from _conflicts_within(settings, start)
     if (
         settings.run_scope is RunScope.EVAL_ONLY
@@ -185,6 +190,7 @@ def _conflicts_of_settings(settings):
     for module in MODULES:
         if module not in (start, machine):
             yield from _conflicts_within(settings, module)
+    yield from _conflicts_of_multi_label(settings)
     yield from _conflicts_of_stages(settings)
     if 0 < settings.crop_size <= settings.crop_padding:
         yield Conflict(
@@ -282,6 +288,24 @@ def _conflicts_of_budget(settings):
             ("budget_minutes", "profile_steps"),
             ("budget_minutes", "profile_steps"),
         )
+
+
+def _conflicts_of_multi_label(settings):
+    if not settings.multi_label:
+        return
+    others = {
+        "balanced_sampling": (settings.balanced_sampling, "an image can have several classes"),
+        "choose_recipe": (settings.choose_recipe, "the chosen flags are for one class per image"),
+        "label_offset": (settings.label_offset not in (numbers.AUTO, 0), "classes are numbered from 0"),
+        "data_format": (settings.data_format in ONE_LABEL, "the format has one label per image"),
+    }
+    for name, (is_set, reason) in others.items():
+        if is_set:
+            yield Conflict(
+                f"{argument(settings, name)}: not supported with --multi-label, because {reason}; remove one of them",
+                (name,),
+                ("multi_label",),
+            )
 
 
 def _conflicts_of_output(settings):

@@ -7,9 +7,9 @@ import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints.variables import MASTER
-from paddle_resnet.components import INPUTS, UPDATE, optimizer, precision, quantization, sparsity
+from paddle_resnet.components import INPUTS, UPDATE, multi_label, optimizer, precision, quantization, sparsity
 from paddle_resnet.job import processes, watchdog
-from paddle_resnet.models import build_model, logits, loss_head, parts
+from paddle_resnet.models import build_model, logits, loss_head, multi_label_head, parts
 from paddle_resnet.optimizers import table
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces
@@ -17,15 +17,17 @@ from paddle_resnet.settings import durations
 from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.label_metrics import ScoreMeter
 from paddle_resnet.utils.meters import AverageMeter, ConfidenceMeter, ConfusionMeter, TopMeter
 from paddle_resnet.utils.mode import Mode
 
 
-def feeds_of(image_shape):
+def feeds_of(image_shape, multi_label_classes=None):
     """Declare the inputs of the current program. See program.create_feeds."""
+    label = ([1], "int64") if multi_label_classes is None else ([multi_label_classes], "float32")
     return {
         "data": static.data("data", [None, *image_shape], dtype=paddle.get_default_dtype()),
-        "label": static.data("label", [None, 1], dtype="int64"),
+        "label": static.data("label", [None, *label[0]], dtype=label[1]),
     }
 
 
@@ -39,6 +41,20 @@ def fetchs_of(out, targets, class_num, label_smoothing, mode):
         name: (variable, meters.get(name) or AverageMeter(name, is_ratio=name != "loss"))
         for name, variable in head.items()
     }
+
+
+def multi_label_fetchs(
+    out: static.Variable,
+    targets: dict,
+    class_num: int,
+    label_smoothing: float,
+    asymmetric: list[float] | None,
+    mode: Mode,
+) -> dict:
+    """Add the loss of --multi-label to the current program. Like fetchs_of, return {name: (variable, meter)}."""
+    head = multi_label_head.add(out, targets, label_smoothing, asymmetric, mode is Mode.TRAIN)
+    meters = {"loss": AverageMeter("loss"), "scores": ScoreMeter(class_num)}
+    return {name: (variable, meters[name]) for name, variable in head.items()}
 
 
 def wrap_optimizer(args, optimizer):
@@ -61,7 +77,7 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
     step, optimizer = StepBuilder(args, main_prog, startup_prog, schedule, processes.rank()), None
     with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
         with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
-            feeds = feeds_of(image_shape)
+            feeds = feeds_of(image_shape, args.num_of_class if args.multi_label else None)
         step.model = model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         if is_train:
             _set_up_layers(args, step)
@@ -82,9 +98,13 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
         out = logits(model, step.images, args.model_arch_name, args.num_of_class)
         quantization.add(step, first)
         if not is_train and args.tta == "flip":
-            out = loss_head.mean_over_mirrored(out)
-        fetchs = fetchs_of(out, step.targets, args.num_of_class, args.label_smoothing, mode)
-        if not is_train and (args.predictions is not None or args.report_html is not None):
+            out = (multi_label_head if args.multi_label else loss_head).mean_over_mirrored(out)
+        if args.multi_label:
+            options = args.label_smoothing, args.part(multi_label.Settings).asymmetric_loss
+            fetchs = multi_label_fetchs(out, step.targets, args.num_of_class, *options, mode)
+        else:
+            fetchs = fetchs_of(out, step.targets, args.num_of_class, args.label_smoothing, mode)
+        if not (is_train or args.multi_label) and (args.predictions is not None or args.report_html is not None):
             fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
         if is_train:
             optimizer = _minimize(args, step, fetchs["loss"][0])

@@ -26,11 +26,12 @@ class StepBuilder:
         backend: "native" if components add custom operators, "paddle" if they add Paddle's.
         device: "cpu" or "gpu".
         arch, layout, num_classes: the network; layout is "NCHW" or "NHWC".
+        is_multi_label: whether images have any number of classes (--multi-label).
         image_size: [height, width] of its images.
         batch_size: images per process and batch.
         images: the input of the network.
         targets: the inputs "data" and "label" of the program, and the entries that components add for
-            loss_head.add_paddle.
+            loss_head.add_paddle or multi_label_head.add.
         class_images: number of training images of each class, or None if unknown.
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
@@ -45,6 +46,7 @@ class StepBuilder:
         self.backend = "native" if settings.kernels == "native" else "paddle"
         self.device, self._settings, self._rank = settings.device, settings, rank
         self.arch, self.layout, self.num_classes = settings.model_arch_name, settings.data_layout, settings.num_of_class
+        self.is_multi_label = settings.multi_label
         self.image_size, self.batch_size = settings.image_shape[1:], settings.batch_size
         self.images, self.targets, self.class_images = None, {}, None
         self.model, self.frozen = None, []

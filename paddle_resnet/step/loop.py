@@ -19,6 +19,7 @@ from paddle_resnet.step.metrics import (
     calibration_over_all_processes,
     confusion_over_all_processes,
     log_metrics,
+    multi_label_over_all_processes,
     over_all_processes,
     predictions_on_rank_0,
 )
@@ -62,6 +63,9 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
         --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}, ece (expected calibration
         error) and reliability (see metrics.calibration_over_all_processes).
+        --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}.
+        With Mode.EVAL and --multi-label, instead of top1, top5, confusion and class_top1: the result of
+        metrics.multi_label_over_all_processes, without --benchmark.
         With Mode.EVAL and --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the
         order of the data set, with the columns label, the k = min(5, C) most probable classes, and their
         probabilities).
@@ -99,7 +103,7 @@ class EpochRun:
         self._batches_each_step = args.accumulate_steps if mode is Mode.TRAIN else 1
         variables = [variable for variable, _ in fetchs.values()]
         # Labels are checked only on a CPU, because GPU memory is unreadable after a kernel has failed.
-        class_num = args.num_of_class if args.device == "cpu" else None
+        class_num = args.num_of_class if args.device == "cpu" and not args.multi_label else None
         options = variables, args.kernels == "native", class_num, args.dali_device == args.device
         self._dispatch = Dispatcher(exe, program, *options)
         if self._batches_each_step > 1:
@@ -249,6 +253,8 @@ class EpochRun:
         result = over_all_processes(self._averages(), self._clock, self._is_stopped)
         if self._mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
             result["loss_scale"] = _loss_scale()
+        if "scores" in self._meters and not args.benchmark:
+            result.update(multi_label_over_all_processes(self._meters["scores"]))
         if "confusion" in self._meters:
             result.update(confusion_over_all_processes(self._meters["confusion"]))
             if not args.benchmark:
@@ -295,7 +301,8 @@ class EpochRun:
         """Display the mean metrics of the epoch so far and the current speed."""
         data_time, batch_time = self._clock.recent()
         means = {name: meter.mean() for name, meter in self._averages().items()}
-        fields = [f"loss {means['loss']:.3f}", f"top1 {means['top1']:.3f}", f"{images / batch_time:,.0f} images/s"]
+        fields = [f"{name} {means[name]:.3f}" for name in ("loss", "top1") if name in means]
+        fields.append(f"{images / batch_time:,.0f} images/s")
         if lr is not None:
             fields.append(f"lr {lr:.2g}")
         more = [f"waiting for data {data_time / batch_time:.0%}"]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from paddle_resnet.job import exchange, watchdog
-from paddle_resnet.utils import confidence, logger
+from paddle_resnet.utils import confidence, label_metrics, logger
 from paddle_resnet.utils.meters import class_metrics, mean
 from paddle_resnet.utils.signals import Preempted
 
@@ -67,6 +67,17 @@ def calibration_over_all_processes(confidences, is_correct):
     all_ranks = exchange.all_gather(confidence.bin_sums(confidences, is_correct).reshape(-1))
     sums = all_ranks.sum(axis=0).reshape(confidence.BINS, -1)
     return {"ece": confidence.expected_error(sums), "reliability": confidence.reliability(sums)}
+
+
+def multi_label_over_all_processes(meter: label_metrics.ScoreMeter) -> dict:
+    """Return the result of label_metrics.evaluate for the images of all processes, with arrays instead of lists. On
+    rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}."""
+    own = meter.rows()
+    all_ranks = exchange.gather(own.tobytes())
+    rows = all_ranks and np.frombuffer(b"".join(all_ranks), np.float32).reshape(-1, own.shape[1])
+    result = exchange.from_rank_0(lambda: label_metrics.evaluate(rows, meter.thresholds))
+    result = {name: np.array(value) if isinstance(value, list) else value for name, value in result.items()}
+    return result | ({} if rows is None else {"scores": rows})
 
 
 def predictions_on_rank_0(labels, rows):

@@ -2,7 +2,9 @@
 them."""
 
 import math
+from collections.abc import Mapping
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -262,6 +264,12 @@ def latency_percentiles(batch_times_s: ArrayLike) -> dict[str, float]:
 
 CLASS_METRICS = ("precision", "recall", "f1")
 AVERAGES = ("macro", "weighted")
+
+
+def main_metric(result: Mapping[str, Any]) -> str:
+    """Return the name of the metric that determines the best evaluation: "map" with --multi-label, otherwise
+    "top1". `result` is the metrics of an evaluation."""
+    return "map" if "map" in result else "top1"
 
 
 def class_metrics(confusion: np.ndarray, class_num: int) -> dict[str, np.ndarray]:

@@ -116,6 +116,11 @@ AXES = {
     # Loss, regularization and averages
     "label smoothing": {"default": [], "none": ["--label-smoothing", "0"]},
     "class weights": {"none": [], "balanced": ["--class-weights", "balanced"]},
+    "labels": {
+        "one": [],
+        "several": ["--multi-label"],
+        "asymmetric": ["--multi-label", "--asymmetric-loss", "4,0,0.05"],
+    },
     "mixup": {"off": [], "on": ["--mixup", "0.4"]},
     "cutmix": {"off": [], "on": ["--cutmix", "1"]},
     "dropout": {"off": [], "on": ["--dropout", "0.3"]},

@@ -272,7 +272,7 @@ class Row:
         if self.values["scope"] == "train_only":
             return
         actual = {key: value for (_, key), value in self._report("evaluated", "report.eval.json").items()}
-        for key in ("loss", "top1", "images"):
+        for key in ("loss", "top1" if self.values["labels"] == "one" else "map", "images"):
             if recorded[key] != actual[f"val.{key}"]:
                 raise Failed(f"evaluation: {key} is {actual[f'val.{key}']} instead of {recorded[key]}")
 

@@ -24,6 +24,8 @@ def _all_but(axis, *values):
 
 
 RECORDS = ("recordio", "tfrecord", "tfrecord from 1", "lmdb", "webdataset", "parquet", "synthetic")
+ONE_LABEL = ("filelist", "filelist outside", "filelist from 1", *RECORDS[1:6])
+SEVERAL = ("several", "asymmetric")  # values of the axis "labels"
 # paddle_resnet/settings/validation.py detects these conflicts, unless the comment above a pair names a different
 # module.
 PAIRS = [
@@ -45,6 +47,10 @@ PAIRS = [
     Pair("format", RECORDS, "class weights", ("balanced",), ("--class-weights", "data format is")),
     # paddle_resnet/recipe.py
     Pair("format", ("synthetic",), "recipe", ("chosen", "photos"), ("--choose-recipe", "--data-format synthetic")),
+    Pair("labels", SEVERAL, "balanced sampling", ("on",), ("--balanced-sampling", "--multi-label")),
+    Pair("labels", SEVERAL, "recipe", ("chosen",), ("--choose-recipe", "--multi-label")),
+    # paddle_resnet/data/label_sets.py, unless --data-format is set
+    Pair("labels", SEVERAL, "format", ONE_LABEL, ("--multi-label",)),
     Pair("format", ("one class",), "recipe", ("chosen", "photos"), ("--image-root", "one class")),
 ]
 

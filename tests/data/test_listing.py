@@ -690,7 +690,8 @@ def test_record_files_are_sorted(tmp_path, monkeypatch):
 def test_paths_of_data_sets_are_reserved(tmp_path):
     for name in ("x-train-0.tar", "val_lmdb", "a.idx", "train.rec.old", "notes.txt"):
         (tmp_path / name).touch()
-    reserved = ["a.idx", "classes.txt", "convert.json", "train", "train.txt", "val", "val.txt", "val_lmdb"]
+    reserved = ["a.idx", "classes.txt", "convert.json", "train", "train.csv", "train.jsonl", "train.txt", "val"]
+    reserved += ["val.csv", "val.jsonl", "val.txt", "val_lmdb"]
     assert layout.occupied(tmp_path) == [f"{tmp_path}/{name}" for name in [*reserved, "x-train-0.tar"]]
     assert layout.occupied(tmp_path / "new") == []
 

@@ -72,8 +72,8 @@ def read_image(image: Image) -> tuple[bytes, float | None]:
 
     Returns:
         (content of the image file as stored, label). The label is an int, or a float if a RecordIO file contains a
-        label that is not a whole number. The label is not checked against the classes. image.label_offset is subtracted
-        from the label of a record.
+        label that is not a whole number, or None for an image of label_sets.listed. The label is not checked against
+        the classes. image.label_offset is subtracted from the label of a record.
     Raises:
         UsageError: the record is damaged or is not an image with one label, or a package that reads it is missing.
         OSError: the file cannot be read.
@@ -81,4 +81,4 @@ def read_image(image: Image) -> tuple[bytes, float | None]:
     if callable(image.kind):
         return image.kind(image.path, *image.place), image.label
     data, label = FORMATS[image.kind or "folder"].verify(image)
-    return data, label - image.label_offset
+    return data, None if label is None else label - image.label_offset

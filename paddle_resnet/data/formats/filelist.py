@@ -155,16 +155,18 @@ def check_first(image_root: str, mode: Mode, listed: image_files.Files) -> None:
         raise UsageError(f"{list_path(image_root, mode)}: {name} is not in {image_root}; {remedy}")
 
 
-def check_listed(image_root: str, mode: Mode, files: list[str]) -> None:
+def check_listed(image_root: str, mode: Mode, files: list[str], path: str | None = None) -> None:
     """Check that a file list contains only regular files, because DALI would hang on a pipe. For speed, list each
     folder once instead of making one system call per file.
 
     Args:
         image_root, mode: see index().
         files: paths relative to image_root.
+        path: path of the list; by default, that of the split's file list.
     Raises:
         UsageError: a path is missing or not a regular file.
     """
+    path = path or list_path(image_root, mode)
     names = defaultdict(set)
     for file in files:
         folder, name = os.path.split(file)
@@ -175,6 +177,4 @@ def check_listed(image_root: str, mode: Mode, files: list[str]) -> None:
         for name in sorted(listed):
             file = os.path.join(folder, name)
             if not os.path.isfile(os.path.join(image_root, file)):  # case-insensitive file systems may find the file
-                raise UsageError(
-                    f"{list_path(image_root, mode)}: {file} is missing or not a regular file; remove the line"
-                )
+                raise UsageError(f"{path}: {file} is missing or not a regular file; remove the line")

@@ -74,15 +74,22 @@ def read(
     records: shards.Records, name: str, shard_id: int, num_shards: int, shuffle: bool, seed: int
 ) -> tuple[Any, Any]:
     """Add DALI's RecordIO reader to the pipeline under construction, see data/formats/__init__.py."""
+    encoded, label = read_stored(records, name, shard_id, num_shards, shuffle, seed)
+    return encoded, _to_integer(shards.single(label))
+
+
+def read_stored(
+    records: shards.Records, name: str, shard_id: int, num_shards: int, shuffle: bool, seed: int
+) -> tuple[Any, Any]:
+    """Like `read`, but return all labels of a record as stored, float32 [k]."""
     from nvidia.dali import fn
 
-    encoded, label = fn.readers.mxnet(
+    return fn.readers.mxnet(
         path=records.paths,
         index_path=records.index_paths,
         dont_use_mmap=True,
         **shards.reader_arguments(name, shard_id, num_shards, shuffle, records.size, seed),
     )
-    return encoded, _to_integer(shards.single(label))
 
 
 def _to_integer(number):
@@ -103,6 +110,25 @@ def verify(image: Image) -> tuple[bytes, int | float]:
 def read_label(f: BinaryIO, offset: int, size: int) -> int | float:
     """Return the label of the record at an offset of an open file. For exceptions, see `verify`."""
     return _read_record(f, offset)[1]
+
+
+def read_content(path: str, offset: int) -> bytes:
+    """Return the image file in the record at an offset of a file. Raise UsageError if the record is damaged."""
+    with open_regular(path) as f:
+        f.seek(offset)
+        try:
+            return content(f)[1]
+        except DAMAGED as e:
+            raise shards.no_label(path, offset, e) from e
+
+
+def read_labels(f: BinaryIO, offset: int) -> tuple[float, ...]:
+    """Return all labels of the record at an offset of an open file. Raise UsageError if it is damaged."""
+    f.seek(offset)
+    try:
+        return content(f)[0]
+    except DAMAGED as e:
+        raise shards.no_label(f.name, offset, e) from e
 
 
 def _read_record(f, offset):

@@ -30,7 +30,8 @@ class Settings:
     )
     patience: int = flag(
         0,
-        "number of consecutive evaluations without a higher top1 after which training ends; 0: never",
+        "number of consecutive evaluations without a higher top1 (with --multi-label: mAP) after which training ends; "
+        "0: never",
         topic="checkpoints",
         kind="saving",
         parse=numbers.not_negative,

@@ -1,0 +1,293 @@
+"""Data sets for --multi-label: label tables, class folders and RecordIO files."""
+
+import json
+import os
+import shutil
+
+import multi_label_data
+import numpy as np
+import pytest
+from multi_label_data import CLASSES, COUNTS, labels
+from PIL import Image
+
+from paddle_resnet import dali
+from paddle_resnet.data import label_sets
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
+
+KINDS = ["csv", "list", "jsonl", "folders", "vector", "numbers"]
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    """Return {kind: folder} of the miniature data set in all forms."""
+    return {kind: multi_label_data.write(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@pytest.fixture
+def load(parse):
+    """Return a function that returns [(images, labels)] of all batches of an epoch, and the loader."""
+
+    def load(root, mode, *flags, state=None):
+        args = parse("--multi-label", "--image-root", str(root), *flags)
+        loader = dali.build_dataloader(args, mode, state)
+        return [(np.array(batch["data"]), np.array(batch["label"])) for [batch] in loader], loader
+
+    return load
+
+
+def classes_in(images):
+    """Return the labels of images in float32 NCHW, from the colors of their patches, of which the pixels are 2 if the
+    channel is 255, and -2 if it is 0."""
+    patches = [images[:, :, y + 4 : y + 12, x + 4 : x + 12].mean(axis=(2, 3)) for (y, x), _ in multi_label_data.PATCHES]
+    return np.stack([patch.max(axis=1) - patch.min(axis=1) > 2 for patch in patches], axis=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_label_belongs_to_its_image(roots, load, kind):
+    flags = ["--crop-size", "32", "--resize-short", "32"]
+    batches, loader = load(roots[kind], Mode.EVAL, *flags)
+    images, found = map(np.concatenate, zip(*batches, strict=True))
+    assert found.dtype == np.float32 and loader.classes == CLASSES
+    np.testing.assert_array_equal(found, classes_in(images))
+    expected = labels("val")
+    if kind == "folders":  # images without a class are in no folder, and the others are in the order of the folders
+        expected = expected[expected.any(axis=1)]
+        assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reads_all_images_with_their_labels(roots, load, kind):
+    flags = ["--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1", "--batch-size", "3"]
+    batches, loader = load(roots[kind], Mode.TRAIN, *flags)
+    found = np.concatenate([label for _, label in batches])
+    expected = labels("train")
+    expected = expected[expected.any(axis=1)] if kind == "folders" else expected
+    assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
+    assert loader.class_images.tolist() == labels("train").sum(axis=0).tolist()
+    again, _ = load(roots[kind], Mode.TRAIN, *flags)
+    np.testing.assert_array_equal(found, np.concatenate([label for _, label in again]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loader_resumes_at_next_batch(roots, load, parse, kind):
+    flags = ["--batch-size", "3"]
+    batches, _ = load(roots[kind], Mode.TRAIN, *flags)
+    loader = dali.build_dataloader(parse("--multi-label", "--image-root", str(roots[kind]), *flags), Mode.TRAIN)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    rest, _ = load(roots[kind], Mode.TRAIN, *flags, state=json.loads(json.dumps(loader.state())))
+    assert len(rest) == len(batches) - 2
+    for (image, label), (image_2, label_2) in zip(batches[2:], rest, strict=True):
+        np.testing.assert_array_equal(image, image_2)
+        np.testing.assert_array_equal(label, label_2)
+
+
+@pytest.mark.parametrize("kind", ["csv", "folders", "numbers"])
+@pytest.mark.parametrize("world_size", [2, 20])
+def test_processes_read_each_validation_image_once(roots, load, shard, kind, world_size):
+    rows = []
+    for rank in range(world_size):
+        shard(rank, world_size)
+        rows += [label for _, label in load(roots[kind], Mode.EVAL)[0]]
+    shard(0, 1)
+    expected = np.concatenate([label for _, label in load(roots[kind], Mode.EVAL)[0]])
+    np.testing.assert_array_equal(np.concatenate(rows), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_listed_images_are_in_order_of_evaluation(roots, kind):
+    root = DataRoot(roots[kind], is_multi_label=True)
+    names = [image.name for image in root.listed(Mode.EVAL)]
+    assert names == label_sets.read_labels(root, Mode.EVAL).names
+    assert len(names) == COUNTS["val"] - 2 * (kind == "folders")
+
+
+@pytest.mark.parametrize("kind", ["csv", "vector"])
+def test_more_outputs_than_classes(roots, load, kind):
+    batches, _ = load(roots[kind], Mode.EVAL, "--num-of-class", "5")
+    found = np.concatenate([label for _, label in batches])
+    np.testing.assert_array_equal(found, np.pad(labels("val"), [(0, 0), (0, 2)]))
+
+
+def test_classes_of_numbers_without_names_are_numbers(roots, tmp_path):
+    for kind in ("vector", "numbers"):
+        root = shutil.copytree(roots[kind], tmp_path / kind)
+        (root / "classes.txt").unlink()
+        assert DataRoot(root, is_multi_label=True).data_classes(Mode.EVAL) == ["0", "1", "2"]
+
+
+def test_classes_txt_orders_classes_of_table(roots, tmp_path):
+    root = shutil.copytree(roots["jsonl"], tmp_path / "root")
+    (root / "classes.txt").write_text("red\nblue\ngreen\nunused\n")
+    found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL)
+    assert found.classes == ["red", "blue", "green", "unused"]
+    assert found.numbers[5] == [0, 1]  # image 5 is blue and red
+
+
+def test_classes_of_checkpoint_order_classes(roots):
+    trained = ["red", "unused", "green", "blue"]
+    for kind in ("csv", "list", "folders"):
+        if kind == "csv":
+            with pytest.raises(UsageError, match="has no column for the class unused"):
+                label_sets.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL, 4, trained)
+            continue
+        found = label_sets.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL, 4, trained)
+        of_image = {os.path.basename(name): row for name, row in zip(found.names, found.numbers, strict=True)}
+        assert found.classes == trained and of_image["05.png"] == [0, 3]
+
+
+def test_copies_are_one_image_and_equal_names_are_not(roots, tmp_path, capsys):
+    root = shutil.copytree(roots["folders"], tmp_path / "root")  # copies the files instead of the links
+    count = len(label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN).names)
+    assert count == COUNTS["train"] - 3
+    Image.new("RGB", (8, 8)).save(root / "train/red/05.png")  # is also in blue/
+    found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN)
+    of_image = dict(zip(found.names, found.numbers, strict=True))
+    assert of_image["train/blue/05.png"] == [0] and of_image["train/red/05.png"] == [2]
+    assert len(found.names) == count + 1
+    assert "1 file name in several class folders of train/ with different content" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("skipped", ["val/blue/05.png", "val/red/05.png"])
+def test_skip_list_omits_image_by_any_of_its_names(roots, skipped):
+    root = DataRoot(roots["folders"], skip=frozenset([skipped]), is_multi_label=True)
+    names = label_sets.read_labels(root, Mode.EVAL).names
+    assert len(names) == COUNTS["val"] - 3 and not any(name.endswith("05.png") for name in names)
+
+
+def test_skip_list_omits_image_of_table(roots, load, tmp_path):
+    (tmp_path / "skip.txt").write_text("val/03.png\n")
+    batches, _ = load(roots["csv"], Mode.EVAL, "--skip-list", tmp_path / "skip.txt")
+    np.testing.assert_array_equal(np.concatenate([y for _, y in batches]), np.delete(labels("val"), 3, axis=0))
+
+
+def test_paths_may_be_relative_to_folder_of_split(roots, tmp_path):
+    root = shutil.copytree(roots["csv"], tmp_path / "root")
+    text = (root / "val.csv").read_text()
+    (root / "val.csv").write_text(text.replace("val/", ""))
+    assert label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL).names[0] == "val/00.png"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "folders", "vector"])
+def test_split_may_have_other_name(roots, tmp_path, kind):
+    root = shutil.copytree(roots[kind], tmp_path / "root")
+    for path in root.glob("val*"):
+        path.rename(path.with_name(path.name.replace("val", "valid", 1)))
+    for path in root.glob("valid.[cj]s*"):
+        path.write_text(path.read_text().replace("val/", ""))  # relative to valid/
+    found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL)
+    expected = label_sets.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL)
+    assert found.numbers == expected.numbers and found.classes == CLASSES
+    assert all(name.startswith("valid") for name in found.names)
+
+
+@pytest.mark.parametrize(
+    ("separated", "expected"),
+    [
+        ("haze primary", ["haze", "primary"]),
+        ("a b|c", ["a b", "c"]),
+        ("a b; c", ["a b", "c"]),
+        ('"a, b"', ["a", "b"]),
+        ("", []),
+    ],
+)
+def test_separators_of_class_names(tmp_path, separated, expected):
+    (tmp_path / "train.csv").write_text(f"image,tags\n1.jpg,{separated}\n")
+    assert label_sets.read_table(str(tmp_path / "train.csv")).labels == [expected]
+
+
+INVALID_TABLES = {
+    "": "the first line is ''",
+    "image\n1.jpg\n": "write the names of the columns",
+    "image,a,a\n1.jpg,0,1\n": "for different classes",
+    "image,a,b\n1.jpg,0\n": "row 2 has 2 cells",
+    "image,a,b\n1.jpg,0,-1\n": "row 2 has '-1' in a column for a class",
+    "image,a\n1.jpg,0\n": "the column a contains only 0 and 1",
+    "image,a,b\n": "contains no images",
+    "image,a,b\n1.jpg,0,1\n1.jpg,1,0\n": "1.jpg occurs 2 times",
+}
+INVALID_LINES = ["[]", "{", '{"image": "1.jpg"}', '{"image": "1.jpg", "labels": "a"}', '{"image": 1, "labels": []}']
+INVALID_LINES += ['{"image": "1.jpg", "labels": [1]}']
+
+
+@pytest.mark.parametrize(("text", "problem"), INVALID_TABLES.items())
+def test_invalid_csv_is_an_error(tmp_path, text, problem):
+    (tmp_path / "train.csv").write_text(text)
+    with pytest.raises(UsageError, match=problem):
+        label_sets.read_table(str(tmp_path / "train.csv"))
+
+
+@pytest.mark.parametrize("line", INVALID_LINES)
+def test_invalid_jsonl_is_an_error(tmp_path, line):
+    (tmp_path / "train.jsonl").write_text(f'{{"image": "0.jpg", "labels": []}}\n{line}\n')
+    with pytest.raises(UsageError, match="line 2 is .*; write lines such as"):
+        label_sets.read_table(str(tmp_path / "train.jsonl"))
+
+
+def test_unreadable_tables_are_errors(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_bytes(b"image,a,b\n\xff,0,1\n")
+    with pytest.raises(UsageError, match="it is not UTF-8"):
+        label_sets.read_table(str(path))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        label_sets.read_table(str(path))
+
+
+def test_faults_of_data_set_are_errors(roots, tmp_path):
+    def check(problem, mode=Mode.TRAIN, num_of_class=None, **options):
+        with pytest.raises(UsageError, match=problem):
+            DataRoot(root, is_multi_label=True, **options).open(mode, num_of_class, 0)
+
+    root = shutil.copytree(roots["csv"], tmp_path / "root")
+    check("--num-of-class 2: fewer than the 3 classes", num_of_class=2)
+    (root / "train.jsonl").touch()
+    check("train.jsonl exists, too")
+    (root / "train.jsonl").unlink()
+    (root / "val.csv").write_text("image,blue,green,red,new\nval/00.png,0,0,0,1\n")
+    check("the class new is not one of the 3 classes", Mode.EVAL)
+    (root / "val.csv").write_text("image,blue,green\nval/00.png,0,0\n")
+    check("has no column for the class red", Mode.EVAL)
+    (root / "val.csv").write_text("image,blue,green,red\nval/00.png,0,0,0\n")
+    check("no image of val has a class", Mode.EVAL)
+    (root / "val.csv").write_text("image,blue,green,red\nval/99.png,0,0,1\n")
+    check("val/99.png is not in", Mode.EVAL)
+    (root / "val.csv").write_text("image,blue,green,red\nval/00.png,0,0,1\nval/99.png,0,0,1\n")
+    check("val.csv: val/99.png is missing", Mode.EVAL)
+    (root / "val.csv").write_text(f"image,blue,green,red\n{roots['csv']}/val/00.png,0,0,1\n")
+    check("is outside", Mode.EVAL)
+    (root / "classes.txt").write_text("blue\ngreen|\nred\n")
+    (root / "val.csv").write_text("image,blue,green|,red\nval/00.png,0,0,1\n")
+    check("contains |, which separates names".replace("|", r"\|"), Mode.EVAL)
+    (root / "classes.txt").unlink()
+    (root / "val.csv").write_text(f"image,blue,green,red\n{roots['csv']}/val/00.png,0,0,1\n")
+    opened = DataRoot(root, allow_outside=True, is_multi_label=True).open(Mode.EVAL, 3, 0)
+    assert opened.size == 1
+
+
+def test_invalid_labels_of_records_are_errors(tmp_path):
+    for row in ([0, 3], [0.5], [-2], [-1, 1]):
+        root = tmp_path / str(row)
+        root.mkdir()
+        multi_label_data.write_records(root, "train", [[2], row], [b"image"] * 2)
+        (root / "classes.txt").write_text("a\nb\nc\n")
+        with pytest.raises(UsageError, match="store the numbers of the classes, from 0 to 2"):
+            DataRoot(root, is_multi_label=True).open(Mode.TRAIN, 3, 0)
+
+
+@pytest.mark.parametrize("name", ["filelist", "tfrecord", "webdataset", "lmdb", "parquet"])
+def test_formats_with_one_label_are_errors(converted, name):
+    with pytest.raises(UsageError, match=f"--multi-label: {name} has one label per image"):
+        DataRoot(converted[name], is_multi_label=True).open(Mode.TRAIN, 3, 0)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_class_folders_without_links_have_one_label_per_image(photos, load, mode):
+    batches, _ = load(photos, mode)
+    assert (np.concatenate([label for _, label in batches]).sum(axis=1) == 1).all()

@@ -1,0 +1,448 @@
+"""Runs with --multi-label: training, evaluation, resumed runs, jobs, prediction and export."""
+
+import csv
+import json
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import multi_label_data
+import numpy as np
+import paddle
+import pytest
+from multi_label_data import CLASSES, COUNTS, labels
+from paddle import static
+from starlette.testclient import TestClient
+
+from conftest import NHWC, ROOT, assert_one_error, frozen, losses, phase
+from paddle_resnet import export, predict, program
+from paddle_resnet import train as train_module
+from paddle_resnet.models import loss_head
+from paddle_resnet.native import build as native
+from paddle_resnet.results import comparison
+from paddle_resnet.serving import web
+from paddle_resnet.step import cuda_graph
+from paddle_resnet.utils import label_metrics
+
+pytestmark = pytest.mark.usefixtures("one_block")
+FLAGS = ["--multi-label", "--rand-crop-scale", "0.9,1", "--batch-size", "6", "--print-interval", "1"]
+IN_NATIVE = [*NHWC, "--kernels", "native"]
+RECIPES = {
+    "default": [],
+    "asymmetric": ["--asymmetric-loss", "4,0,0.05", "--class-weights", "balanced"],
+    "mixed": ["--mixup", "0.4", "--cutmix", "0.4", "--label-smoothing", "0.1", "--ema", "0.9"],
+    **({"native": IN_NATIVE} if native.missing() is None else {}),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Return the folder of the miniature data set with CSV files."""
+    return multi_label_data.write(tmp_path_factory.mktemp("csv"))
+
+
+@pytest.fixture
+def train(run_train, data):
+    """Return a function like run_train, which trains with --multi-label."""
+    return lambda *flags: run_train(*FLAGS, *flags, image_root=data)
+
+
+@pytest.fixture
+def trained(train, tmp_path):
+    """Train for three epochs, and return (folder of the run, metrics of the last evaluation)."""
+    code, report = train("--epochs", "3")
+    assert code == 0
+    return tmp_path / "output/Tiny", phase(report, [2], "val.")
+
+
+def rows(path):
+    with open(path, newline="") as f:
+        return [*csv.DictReader(f)]
+
+
+@pytest.mark.parametrize("flags", RECIPES.values(), ids=RECIPES)
+def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags):
+    code, report = train("--epochs", "8", "--predictions", tmp_path / "p.csv", *flags)
+    assert code == 0
+    trained = phase(report, [7], "train.")["loss"]
+    assert trained < 0.9 * phase(report, [0], "train.")["loss"]
+    predictions = rows(tmp_path / "p.csv")
+    assert [row["image"] for row in predictions] == [f"val/{i:02d}.png" for i in range(COUNTS["val"])]
+    is_class = labels("val") > 0
+    names = ["|".join(np.array(CLASSES)[row]) for row in is_class]
+    assert [row["labels"] for row in predictions] == names
+    probabilities = np.array([[float(row[f"probability_{name}"]) for name in CLASSES] for row in predictions])
+    logits = np.log(probabilities) - np.log1p(-probabilities)
+    expected = label_metrics.evaluate(np.hstack([logits, is_class]).astype("float32"))
+    meta = json.loads((tmp_path / "output/Tiny/best/meta.json").read_text())
+    best = meta["evaluated"]
+    for name in ("map", "map_micro", "f1_macro", "recall_weighted"):
+        assert best[name] == pytest.approx(expected[name], abs=1e-9), name
+    assert meta["thresholds"] == pytest.approx(expected["thresholds"], abs=1e-6)
+    assert best["map"] == max(phase(report, [epoch], "val.")["map"] for epoch in range(8))
+    assert report[-1]["data"]["best.val.map"] == best["map"]
+    chosen = [np.array(CLASSES)[row >= meta["thresholds"]] for row in probabilities]
+    assert [row["prediction"] for row in predictions] == ["|".join(row) for row in chosen]
+    for i, row in enumerate(rows(tmp_path / "report.classes.csv")):
+        assert row["class"] == CLASSES[i] and int(row["images"]) == is_class[:, i].sum()
+        assert float(row["ap"]) == pytest.approx(expected["class_ap"][i], abs=1e-6)
+        assert float(row["f1"]) == pytest.approx(expected["class_f1"][i], abs=1e-6)
+    assert not (tmp_path / "report.confusion.csv").exists()
+
+
+@pytest.mark.parametrize("flags", RECIPES.values(), ids=RECIPES)
+def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, data, tmp_path, flags):
+    flags = [*FLAGS, *flags, "--epochs", "2"]
+    code, report = run_train(*flags, image_root=data)
+    assert code == 0
+    assert losses_with_a_stop(6, *flags, "--resume", image_root=data) == losses(report)
+    metas = [json.loads((tmp_path / f"{name}/Tiny/1/meta.json").read_text()) for name in ("output", "stopped")]
+    assert metas[0]["thresholds"] == metas[1]["thresholds"]
+
+
+def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
+    folder, expected = trained
+    flags = ["--run-scope", "eval_only", "--from-checkpoint", folder / "2", "--overwrite"]
+    code, report = run_train(*flags, image_root=data)  # inherits --multi-label
+    assert code == 0
+    again = phase(report, [2], "val.")
+    names = [name for name in expected if name.startswith(("map", "loss", "f1", "precision", "recall"))]
+    assert len(names) == 9 and {name: again[name] for name in names} == {name: expected[name] for name in names}
+    root = multi_label_data.write(folder.parent / "other")
+    lines = (root / "val.csv").read_text().splitlines()
+    (root / "val.csv").write_text("\n".join(lines[:5]))  # the best thresholds of four images would differ
+    code, report = run_train(*flags, image_root=root)
+    table = rows(folder.parents[1] / "report.classes.csv")
+    thresholds = json.loads((folder / "2/meta.json").read_text())["thresholds"]
+    assert [float(row["threshold"]) for row in table] == pytest.approx(thresholds, abs=1e-6)
+
+
+def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
+    flags = ["--report-html", tmp_path / "page.html", "--lr", "1e-6"]
+    (tmp_path / "report.confusion.csv").write_text("label,predicted,images,class,predicted_class\n0,1,9,old,old\n")
+    code, report = train("--epochs", "2", *flags)
+    assert code == 0
+    page = (tmp_path / "page.html").read_text()
+    best = max(phase(report, [epoch], "val.")["map"] for epoch in range(2))
+    assert f"{best:.2%}</b><span>best mAP" in page and "top1" not in page.partition("<h2>Time")[0]
+    assert "Confusion matrix" not in page and ">AP<" in page
+    table = {row["class"]: row for row in rows(tmp_path / "report.classes.csv")}
+    for name, row in table.items():
+        if float(row["ap"]) < 1:
+            assert f"average precision {float(row['ap']):.4f}, {row['images']} images" in page, name
+    wrong = sum(int(row["images"]) + int(row["predicted"]) - 2 * int(row["correct"]) for row in table.values())
+    assert page.count("data:image/jpeg") > 0 and page.count("missed") + page.count("wrongly found") <= wrong
+    assert comparison.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "again.html")]) == 0
+    assert "best mAP" in capsys.readouterr().out and "best mAP" in (tmp_path / "again.html").read_text()
+
+
+@pytest.mark.parametrize("scope", [["--resume", "--epochs", "2"], ["--run-scope", "eval_only", "--overwrite"]])
+@pytest.mark.parametrize("before", ["true", "false"])
+def test_run_cannot_change_kind_of_labels_of_checkpoint(run_train, photos, tmp_path, capsys, before, scope):
+    assert run_train("--multi-label", before)[0] == 0
+    now = {"true": "false", "false": "true"}[before]
+    flags = ["--multi-label", now, *scope]
+    flags += ["--from-checkpoint", tmp_path / "output/Tiny/0"] if "--resume" not in scope else []
+    assert run_train(*flags)[0] == 2
+    parts = [f"--multi-label {now}: ", f"trained with --multi-label {before}", "remove the flag"]
+    assert_one_error(capsys.readouterr().err, parts)
+    assert run_train(*flags[2:])[0] == 0  # the remedy
+
+
+def test_fine_tuning_can_change_kind_of_labels(run_train, train, tmp_path):
+    assert run_train("--output-dir", tmp_path / "one")[0] == 0
+    flags = ["--from-pretrained-params", tmp_path / "one/Tiny/0", "--pretrained-mismatch", "skip-classifier"]
+    code, report = train(*flags)
+    assert code == 0 and "map" in phase(report, [0], "val.")
+
+
+def test_patience_and_best_follow_map(train, tmp_path, capsys):
+    code, report = train("--epochs", "40", "--patience", "1", "--lr", "0")
+    assert code == 0 and phase(report, [1], "val.") and not any(entry["step"] == [2] for entry in report)
+    assert "no higher map since epoch 0" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_native_kernels_train_like_paddle(train):
+    results = []
+    for kernels in ("paddle", "native"):
+        code, report = train("--epochs", "2", *NHWC, "--kernels", kernels, "--overwrite")
+        assert code == 0
+        results.append(losses(report))
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+def test_steps_are_captured(fake, train):
+    """The replays of the fake graph read no value on the host."""
+    expected = losses(train(*IN_NATIVE, "--epochs", "3")[1])
+    code, report = train(*IN_NATIVE, "--epochs", "3", "--cuda-graph", "true", "--overwrite")
+    assert code == 0 and any(graph.launches for graph in fake.made)
+    assert losses(report) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("asymmetric", [[], ["--asymmetric-loss", "4,1,0.05"]])
+def test_operators_of_loss_can_be_captured(parse, asymmetric):
+    args = frozen(parse(*FLAGS, *IN_NATIVE, *asymmetric, "--class-weights", "balanced", "--label-smoothing", "0.1"))
+    main = static.Program()
+    program.build(args, main, static.Program(), 10, class_images=np.array([1, 2, 3]))
+    assert cuda_graph.untested_operators(main, True, True) is not None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("asymmetric", [[], ["--asymmetric-loss", "4,1,0.05"]])
+def test_loss_stays_in_float32_with_amp(parse, gpu_lists, asymmetric, level):
+    args = parse(*FLAGS, *asymmetric, "--class-weights", "balanced", "--mixup", "0.2")
+    args.set("Python", amp=True, amp_level=level)
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 10, class_images=np.array([1, 2, 3]))
+    block = main.global_block()
+    types = {str(v.dtype).rpartition(".")[2] for v in block.vars.values()}
+    assert any("FP16" in name or "float16" in name for name in types)
+    ops = [op for op in block.ops if loss_head.contains(op) and op.type != "cast"]
+    kinds = {op.type for op in ops}
+    assert ("pow" if asymmetric else "sigmoid_cross_entropy_with_logits") in kinds
+    for op in ops:
+        for name in (*op.input_arg_names, *op.output_arg_names):
+            assert "16" not in str(block.var(name).dtype), (op.type, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--balanced-sampling"], ["--balanced-sampling", "--multi-label"]),
+        (["--choose-recipe"], ["--choose-recipe", "--multi-label"]),
+        (["--data-format", "tfrecord"], ["--data-format tfrecord", "--multi-label"]),
+        (["--label-offset", "1"], ["--label-offset 1", "--multi-label"]),
+        (["--asymmetric-loss", "4,0"], ["--asymmetric-loss 4", "expected three numbers"]),
+        (["--asymmetric-loss", "0.5,0,0"], ["--asymmetric-loss", "0 or at least 1"]),
+        (["--asymmetric-loss", "4,0,1"], ["--asymmetric-loss", "the margin must be below 1"]),
+        (["--multi-label", "false", "--asymmetric-loss", "4,0,0"], ["--asymmetric-loss", "requires --multi-label"]),
+    ],
+)
+def test_conflicts_are_errors(train, capsys, flags, parts):
+    assert train(*flags)[0] == 2
+    assert_one_error(capsys.readouterr().err, parts)
+
+
+def test_synthetic_images_have_several_labels(train):
+    code, report = train("--data-format", "synthetic", "--benchmark", "--benchmark-steps", "2")
+    assert code == 0
+
+
+def test_tta_averages_probabilities(trained, run_train, data, tmp_path):
+    folder, _ = trained
+    for tta in ("none", "flip"):
+        flags = ["--run-scope", "eval_only", "--from-checkpoint", folder / "2", "--overwrite"]
+        code, report = run_train(*flags, "--tta", tta, "--predictions", tmp_path / f"{tta}.csv", image_root=data)
+        assert code == 0
+    options = ["--precision", "float32", "--csv", str(tmp_path / "predicted.csv"), "--tta", "flip"]
+    assert predict.main([str(folder / "2"), str(data / "val"), "--device", "cpu", *options]) == 0
+    evaluated, predicted = (
+        np.array([[float(row[f"probability_{name}"]) for name in CLASSES] for row in rows(tmp_path / name_of_file)])
+        for name_of_file in ("flip.csv", "predicted.csv")
+    )
+    np.testing.assert_allclose(evaluated, predicted, atol=2e-5)
+    assert rows(tmp_path / "none.csv") != rows(tmp_path / "flip.csv")
+
+
+@pytest.mark.parametrize("kind", ["csv", "folders", "vector", "numbers"])
+def test_bad_image_can_be_skipped_as_the_error_says(run_train, tmp_path, capsys, kind):
+    root = multi_label_data.write(tmp_path / "root", kind)
+    if kind in ("csv", "folders"):
+        folder = "train" if kind == "csv" else "images/train"
+        (root / folder / "05.png").write_bytes(b"not an image")
+    else:
+        images = [path.read_bytes() for path in sorted((root / "images/train").iterdir())]
+        images[5] = b"not an image"
+        vectors = labels("train").tolist() if kind == "vector" else [[i % 3] for i in range(COUNTS["train"])]
+        multi_label_data.write_records(root, "train", vectors, images)
+    capsys.readouterr()
+    assert run_train(*FLAGS, image_root=root)[0] == 2
+    error = capsys.readouterr().err
+    name = re.search(r"add a line (\S+) to a file for --skip-list", error)[1]
+    (tmp_path / "skip.txt").write_text(f"{name}\n")
+    assert run_train(*FLAGS, "--skip-list", tmp_path / "skip.txt", image_root=root)[0] == 0
+
+
+def test_jobs_evaluate_like_single_process(launch, data, tmp_path):
+    """The two processes have 7 and 6 of the 13 validation images."""
+    flags = [*FLAGS, "--image-root", data]
+    trained, _ = launch(2, *flags, "--epochs", "2", "--predictions", tmp_path / "trained.csv")
+    start = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/best"]
+    evaluated = []
+    for processes in (1, 2):
+        report, _ = launch(processes, *flags, *start, "--predictions", tmp_path / f"{processes}.csv")
+        evaluated.append(report[-1]["data"])
+    names = [name for name in evaluated[0] if name.startswith(("val.map", "val.f1", "val.precision", "val.recall"))]
+    assert len(names) == 8 and evaluated[1]["val.images"] == COUNTS["val"]
+    for name in names:
+        assert evaluated[0][name] == evaluated[1][name] == trained[-1]["data"][f"best.{name}"], name
+    tables = [rows(tmp_path / f"{name}.csv") for name in (1, 2, "trained")]
+    assert len(tables[0]) == COUNTS["val"]
+    for other in tables[1:]:
+        for row, of_other in zip(tables[0], other, strict=True):
+            assert [row[name] for name in ("image", "labels", "prediction")] == [
+                of_other[name] for name in ("image", "labels", "prediction")
+            ]
+            for name in (f"probability_{name}" for name in CLASSES):
+                assert float(row[name]) == pytest.approx(float(of_other[name]), rel=1e-5)
+
+
+def test_prediction_prints_all_classes_above_threshold(trained, data, tmp_path, capsys):
+    folder, _ = trained
+    meta = json.loads((folder / "best/meta.json").read_text())
+    images = [str(data / f"val/{i:02d}.png") for i in range(8)]
+    flags = [str(folder), *images, "--device", "cpu"]
+    assert predict.main([*flags, "--json", "--csv", str(tmp_path / "p.csv")]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    table = rows(tmp_path / "p.csv")
+    assert predict.main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for entry, row, line in zip(found, table, lines, strict=True):
+        probabilities = {name: float(row[f"probability_{name}"]) for name in CLASSES}
+        expected = [name for name, t in zip(CLASSES, meta["thresholds"], strict=True) if probabilities[name] >= t]
+        expected.sort(key=lambda name: -probabilities[name])
+        assert [each["class"] for each in entry["classes"]] == expected and "top" not in entry
+        assert row["prediction"] == "|".join(expected)
+        for each in entry["classes"]:
+            assert each["probability"] == pytest.approx(probabilities[each["class"]], abs=1e-6)
+            assert each["threshold"] == meta["thresholds"][each["label"]] <= each["probability"]
+        text = ", ".join(f"{name} {probabilities[name]:.4f}" for name in expected) or "none of the classes"
+        assert line == f"{entry['image']}: {text}"
+
+
+def test_checkpoint_without_evaluation_has_threshold_one_half(train, data, tmp_path, capsys):
+    assert train("--run-scope", "train_only")[0] == 0
+    assert predict.main([str(tmp_path / "output/Tiny"), str(data / "val/07.png"), "--device", "cpu", "--json"]) == 0
+    entry = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(each["threshold"] == 0.5 <= each["probability"] for each in entry["classes"])
+
+
+def test_web_page_shows_classes_above_threshold():
+    description = {"arch": "Net", "output": {"shape": [None, 3]}, "epoch": 1, "multi_label": {"thresholds": [0.5] * 3}}
+    description |= {"evaluated": {"map": 0.5, "map_micro": 0.5, "loss": 1.0}}
+    with ThreadPoolExecutor(1) as worker:
+        app = web.create_app(lambda upload: ([{"class": "red"}], None), worker, description, 10**6, 3)
+        client = TestClient(app)
+        page = client.get("/").text
+        assert "mAP 50.0%" in page and "image.classes" in page
+        answer = client.post("/predict", files={"image": web.blank_image().content})
+    assert answer.json()["images"][0]["classes"] == [{"class": "red"}]
+
+
+def run_script(folder, image):
+    """Run preprocess.py of an export and return its output."""
+    command = [sys.executable, str(folder / "preprocess.py"), str(image)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--uint8"], ["--triton"]])
+def test_export_computes_independent_probabilities(trained, data, tmp_path, capsys, flags):
+    pytest.importorskip("onnxruntime")
+    folder, _ = trained
+    output = tmp_path / "exported"
+    assert export.main([str(folder), str(output), "--onnx", "--verify", str(data), *flags]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"mAP {json.loads((folder / 'best/meta.json').read_text())['evaluated']['map']:.6g}") == 4
+    assert "confirmed" in out
+    description = json.loads((output / "model.json").read_text())
+    meta = json.loads((folder / "best/meta.json").read_text())
+    assert description["multi_label"]["thresholds"] == meta["thresholds"]
+    image = data / "val/07.png"
+    for model in (folder, output, output / "model.onnx"):
+        assert predict.main([str(model), str(image), "--device", "cpu", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])["classes"]
+        if model == folder:
+            expected = found
+        assert [each["class"] for each in found] == [each["class"] for each in expected]
+        for each, of_checkpoint in zip(found, expected, strict=True):
+            assert each["probability"] == pytest.approx(of_checkpoint["probability"], abs=1e-5)
+    lines = [line.split() for line in run_script(output, image).splitlines() if line.startswith("  ")]
+    assert [name for _, name in lines] == [each["class"] for each in expected]
+
+
+def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    folder, _ = trained
+    assert export.main([str(folder), str(tmp_path / "e"), "--onnx", "--precision", "float16"]) == 0
+    capsys.readouterr()
+    image = str(data / "val/07.png")
+    found = []
+    for model in (folder, tmp_path / "e/model.onnx"):
+        assert predict.main([str(model), image, "--device", "cpu", "--csv", str(tmp_path / "p.csv")]) == 0
+        found.append([float(rows(tmp_path / "p.csv")[0][f"probability_{name}"]) for name in CLASSES])
+    np.testing.assert_allclose(*found, atol=5e-3)
+
+
+def test_export_that_disagrees_is_not_kept(trained, data, tmp_path, capsys, monkeypatch):
+    """--verify compares labels, losses and mAP."""
+    folder, _ = trained
+    real = export._score
+
+    def score(network, model, *arguments, **options):
+        result = real(network, model, *arguments, **options)
+        if model.engine == "paddle.inference":
+            result[changed] = result[changed] - 5 if changed == "correct" else result[changed] + 0.01
+        return result
+
+    monkeypatch.setattr(export, "_score", score)
+    for changed in ("correct", "map", "loss"):
+        assert export.main([str(folder), str(tmp_path / changed), "--verify", str(data)]) == 1
+        assert "disagree" in capsys.readouterr().err and not (tmp_path / changed).exists()
+
+
+@pytest.mark.parametrize("kind", ["csv", "folders", "numbers"])
+def test_int8_export_is_calibrated_and_verified(trained, data, tmp_path, capsys, kind):
+    folder, _ = trained
+    pytest.importorskip("onnxruntime")
+    root = data if kind == "csv" else multi_label_data.write(tmp_path / kind, kind)
+    flags = ["--int8", "--calibrate", str(root), "--verify", str(root)]
+    assert export.main([str(folder), str(tmp_path / "e"), *flags]) == 0
+    out = capsys.readouterr().out
+    count = COUNTS["train"] - 3 * (kind == "folders")
+    assert f"ranges from {count} of {count} training images\n" in out and out.count("mAP") == 4
+
+
+def test_export_after_qat(train, data, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    assert train("--qat", "--epochs", "2")[0] == 0
+    capsys.readouterr()
+    assert export.main([str(tmp_path / "output/Tiny"), str(tmp_path / "e"), "--onnx", "--verify", str(data)]) == 0
+    assert "confirmed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("thresholds", [None, [0.5], [0.5, 0.5, 2], "x"])
+def test_damaged_thresholds_of_export_are_an_error(trained, data, tmp_path, capsys, thresholds):
+    folder, _ = trained
+    assert export.main([str(folder), str(tmp_path / "e")]) == 0
+    path = Path(tmp_path / "e/model.json")
+    description = json.loads(path.read_text())
+    description["multi_label"] = {"thresholds": thresholds}
+    path.write_text(json.dumps(description))
+    assert predict.main([str(tmp_path / "e"), str(data / "val/00.png"), "--device", "cpu"]) == 2
+    assert "multi_label.thresholds is" in capsys.readouterr().err
+
+
+def test_program_interface_has_float_labels():
+    with static.program_guard(static.Program()):
+        feeds = program.create_feeds([3, 32, 32], multi_label_classes=4)
+        assert feeds["label"].shape == (-1, 4) and feeds["label"].dtype == paddle.float32
+
+
+def test_commands_of_page_run(tmp_path, monkeypatch, capsys):
+    """The commands of docs/multilabel.md, in this process and with a small network."""
+    page = (ROOT / "docs/multilabel.md").read_text()
+    commands = re.findall(r"^\.venv/bin/python (?:-m )?(.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
+    assert len(commands) == 3
+    multi_label_data.write(tmp_path / "scenes")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        program, *arguments = shlex.split(command.replace("\\\n", " ").replace("ResNet18", "Tiny"))
+        main = {"train.py": train_module.main, "paddle_resnet.predict": predict.main}.get(program, export.main)
+        with static.scope_guard(static.Scope()):
+            assert main([*arguments, *(["--device", "cpu"] if main is not export.main else [])]) == 0
+    out = capsys.readouterr().out
+    assert out.count("scenes/val/") == COUNTS["val"] and "confirmed" in out
