@@ -7,6 +7,7 @@ of the last feature map and the class's column of the weights, so it needs no gr
 
 from __future__ import annotations
 
+import functools
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from paddle_resnet.models import user_file
 from paddle_resnet.serving import inference, preprocessing
 from paddle_resnet.utils.errors import UsageError, core
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paddle_resnet.serving.model import Model
 
 SIDE = 1024  # maximum width and height of an overlay in pixels
@@ -27,7 +31,7 @@ OPACITY = 0.5
 UNSEEN = 0.35  # brightness of the margins, which the crop removes
 
 
-class Unreadable(Exception):
+class Unreadable(ValueError):
     """Pillow cannot read an image, although DALI can. The message follows the name of the image."""
 
 
@@ -46,6 +50,22 @@ def open_model(
         )
     options = {"precision": precision, "sizes": [1], "engine": "Paddle", "features": True}
     return inference.open_checkpoint(path, device, model_arch_name, **options)
+
+
+def drawer(checkpoint: str | Path, model_arch_name: str) -> Callable[[bytes, int], bytes]:
+    """Return a function draw(content of an image file, label), which returns overlay() for a checkpoint on the CPU. The
+    first call opens the checkpoint, and raises UsageError like open_model.
+
+    Args:
+        checkpoint: folder of a checkpoint.
+        model_arch_name: value of --model-arch-name.
+    """
+
+    @functools.cache
+    def model():
+        return open_model(checkpoint, model_arch_name=model_arch_name if user_file.split(model_arch_name) else None)
+
+    return lambda data, label: overlay(model(), data, label)
 
 
 def overlay(model: Model, data: bytes, label: int) -> bytes:

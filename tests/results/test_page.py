@@ -128,6 +128,9 @@ def test_thumbnails_show_misclassified_images_per_class(trained, photos):
         thumbnail = Image.open(io.BytesIO(base64.b64decode(data)))
         assert max(thumbnail.size) == 288
         assert f"<br>{os.path.basename(name)}</figcaption>" in text
+        heat_map = re.search(rf'<img src="data:image/jpeg;base64,([^"]+)" alt="heat map of {re.escape(name)}"', text)
+        # The heat map shows the same entire image.
+        assert Image.open(io.BytesIO(base64.b64decode(heat_map[1]))).size == pytest.approx(thumbnail.size, abs=1)
         label = next(int(row["label"]) for row in rows if row["image"] == name)
         color = thumbnail.resize((1, 1)).getpixel((0, 0))
         assert max(range(3), key=color.__getitem__) == label

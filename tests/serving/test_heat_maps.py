@@ -1,6 +1,7 @@
 import http.client
 import io
 import json
+import re
 import threading
 from base64 import b64decode
 from contextlib import closing
@@ -13,6 +14,7 @@ from PIL import Image
 
 from paddle_resnet import models, predict
 from paddle_resnet.native import build as native
+from paddle_resnet.results import page
 from paddle_resnet.serving import heat_maps, inference, networks
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.utils.errors import UsageError
@@ -252,3 +254,40 @@ def test_page_of_server_shows_heat_maps(corner, monkeypatch, capsys):
     assert 'fetch("predict"' in page
     assert (plain_status, drawn_status) == (200, 400)
     assert json.loads(text)["error"].startswith("heat_map=1: this model has no heat maps")
+
+
+@pytest.fixture
+def squares(tmp_path):
+    """Return a data set with wrong labels: blue squares in class 0, gray images in class 1, red squares in class 2."""
+    for split in ("train", "val"):
+        for label, color in enumerate((BLUE, (124, 116, 104), RED)):
+            for i, corner_name in enumerate(("top left", "bottom right", "top right") * 3):
+                path = tmp_path / f"squares/{split}/class{label}/{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(image((40, 40), corner_name, color))
+    return tmp_path / "squares"
+
+
+@pytest.mark.parametrize("scope", ["train_eval", "eval_only"])
+def test_page_of_a_run_shows_what_speaks_for_the_predicted_class(
+    corner, run_train, squares, tmp_path, monkeypatch, scope
+):
+    html = tmp_path / "page.html"
+    flags = ["--model-arch-name", "Corner", "--lr", "1e-12", "--report-html", html]
+    if scope == "eval_only":
+        flags += ["--run-scope", scope, "--from-checkpoint", corner]
+    assert run_train(*flags, image_root=squares)[0] == 0
+    text = html.read_text()
+    assert "Below it: which regions speak for the predicted class (red)." in text
+    shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="heat map of ([^"]+)"', text)
+    assert {name.split("/")[-2] for _, name in shown} >= {"class0", "class2"}
+    model = heat_maps.open_model(corner)
+    for encoded, name in shown:
+        path = next(path for path in (squares / "val").glob("*/*") if str(path).endswith(name))
+        if path.parent.name == "class1":
+            continue
+        drawn = heat_maps.overlay(model, path.read_bytes(), {"class0": 2, "class2": 0}[path.parent.name])
+        assert f"data:image/jpeg;base64,{encoded}" == page._small(Image.open(io.BytesIO(drawn)))
+    monkeypatch.setitem(models.MODELS, "Corner", Hidden)
+    assert run_train(*flags, "--overwrite", image_root=squares)[0] == 0
+    assert "No heat maps: Corner: class activation maps require" in html.read_text()
