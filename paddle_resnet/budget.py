@@ -103,7 +103,7 @@ def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluat
         # The first stage is measured last, because its captured step then remains in GPU memory.
         stages = [_measure_training(exe, work, seconds) for work in reversed(works)][::-1]
         stages[0] = stages[0]._replace(start_s=0)  # this stage has already started
-        evaluation_s = _measure_evaluation(args, exe, evaluation, SLOW_EVALUATION * budget_s)
+        evaluation_s = _measure_evaluation(exe, evaluation, SLOW_EVALUATION * budget_s)
 
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
 
@@ -206,7 +206,7 @@ def _measure_training(exe, work, seconds):
         return StageTimes(start_s, measure(count, steps * count) if steps > 2 else batch_s)
 
 
-def _measure_evaluation(args, exe, evaluation, seconds):
+def _measure_evaluation(exe, evaluation, seconds):
     """Return the duration of an evaluation in seconds, or 0 if `evaluation` is None. If the first evaluation takes at
     most `seconds`, return the duration of a second evaluation, because the first steps of a program are slow."""
     if evaluation is None:
@@ -214,7 +214,9 @@ def _measure_evaluation(args, exe, evaluation, seconds):
     for _ in range(2):
         start = perf_counter()
         evaluation.refresh()
-        result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL)
+        result = program.run(
+            evaluation.settings, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL
+        )
         elapsed_s = perf_counter() - start
         if result["epoch_time"] > seconds:  # all processes have the same epoch_time, and decide alike
             break

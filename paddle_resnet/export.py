@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
+from paddle_resnet import graph
 from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
@@ -247,20 +248,20 @@ def _write_paddle(network, folder):
     with static.scope_guard(network.scope):
         parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
     program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
-    block = program.global_block()
+    block = graph.block(program)
     # Paddle 2.6 appends a multiplication by 1, whose result has a new name. Restore the name of the probabilities.
     written, name = block.ops[-1].input("X")[0], network.probabilities.name
     if written != name:
-        block._rename_var(name, "softmax")
-        block._rename_var(written, name)
+        graph.rename(block, name, "softmax")
+        graph.rename(block, written, name)
     program = program._remove_training_info()
-    for op in program.global_block().ops:
+    for op in graph.block(program).ops:
         if op.has_attr("op_callstack"):  # op_callstack contains paths of the exporting machine
             op._remove_attr("op_callstack")
     # Python writes the files, because Paddle's C++ function does not report a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
     return {
-        model.name: folders.write_file(model, lambda file: file.write(program.desc.serialize_to_string())),
+        model.name: folders.write_file(model, lambda file: file.write(graph.serialize(program))),
         weights.name: folders.write_file(weights, lambda file: file.write(parameters)),
     }
 

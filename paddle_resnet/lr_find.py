@@ -172,7 +172,7 @@ def _claim(args, folder, inputs):
     Raises:
         UsageError: outputs.claim fails; or the folder contains a curve, and --overwrite is not set.
     """
-    _check_no_curve(args, folder)
+    _check_no_curve(folder, args.output_dir, args.overwrite)
     outputs.claim(
         {f"{name} in --output-dir": folder / name for name in NAMES},
         {"--output-dir": folder},
@@ -181,11 +181,11 @@ def _claim(args, folder, inputs):
     )
 
 
-def _check_no_curve(args, folder):
+def _check_no_curve(folder, output_dir, overwrite):
     existing = [name for name in NAMES if (folder / name).exists()]
-    if existing and not args.overwrite:
+    if existing and not overwrite:
         raise UsageError(
-            f"--output-dir {args.output_dir}: {folder} contains {' and '.join(existing)}; choose a different folder, "
+            f"--output-dir {output_dir}: {folder} contains {' and '.join(existing)}; choose a different folder, "
             "or replace the curve with --overwrite"
         )
 
@@ -241,7 +241,8 @@ def _write(search, args, folder, losses, ended_early):
     with outputs.writing(f"{lr_curve.DATA} in --output-dir", folder / lr_curve.DATA):
         folder.mkdir(parents=True, exist_ok=True)
         with locks.held(locks.file_of(path), f"--output-dir {args.output_dir}", logger.warn):
-            _check_no_curve(args, folder)  # check again, because another search may have written a curve
+            # Check again, because another search may have written a curve.
+            _check_no_curve(folder, args.output_dir, args.overwrite)
             lr_curve.write(folder / lr_curve.DATA, curve)
             drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
     logger.info(f"curve of {len(losses)} steps: {path}")

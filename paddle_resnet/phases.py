@@ -8,9 +8,9 @@ import paddle
 import yaml
 from paddle import static
 
-from paddle_resnet import budget, dali, program, recipe, report, resolution
+from paddle_resnet import budget, dali, graph, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.components import precision, quantization, sparsity
+from paddle_resnet.components import START, precision, quantization
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.data.iterators import Loader, TrainingLoader
@@ -22,7 +22,7 @@ from paddle_resnet.settings import durations, parsing, validation, values
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.groups import benchmark, output
 from paddle_resnet.settings.values import flag_name, text
-from paddle_resnet.step import averages, trace
+from paddle_resnet.step import averages, facts, trace
 from paddle_resnet.step.compile import fused_operators
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
@@ -264,13 +264,11 @@ def _initialize(exe, startup_prog, *later):
     initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
     freezes. Their other operators are removed, because they would reset the variables that all stages share."""
     exe.run(startup_prog)
-    initialized = {name for op in startup_prog.global_block().ops for name in op.output_arg_names}
+    initialized = {name for op in graph.block(startup_prog).ops for name in op.output_arg_names}
     for startup_prog in later:
-        block = startup_prog.global_block()
-        for i in reversed(range(len(block.ops))):
-            if initialized.issuperset(block.ops[i].output_arg_names):
-                block._remove_op(i, sync=False)
-        block._sync_with_cpp()
+        block = graph.block(startup_prog)
+        graph.remove(block, [op for op in block.ops if initialized.issuperset(op.output_arg_names)])
+        graph.sync(block)
         if block.ops:
             exe.run(startup_prog)
 
@@ -320,8 +318,9 @@ def enter_stage(training: Work, epoch: int, saver: saver.Saver) -> Work:
 def set_weights(
     args: values.Settings, checkpoint: restore.StartCheckpoint | None, training: Work | None, evaluation: Work | None
 ) -> restore.StartCheckpoint | None:
-    """Load the initial weights, restore the training state of a checkpoint, prune the weights (--prune-model), and cast
-    them for mixed precision (--amp). Also set the thresholds with which a multi-label network is evaluated.
+    """Load the initial weights, restore the training state of a checkpoint, and let components change the weights, such
+    as prune them (--prune-model) and cast them for mixed precision (--amp). Also set the thresholds with which a
+    multi-label network is evaluated.
 
     Returns:
         The checkpoint with the position at which training continues, or None.
@@ -331,7 +330,7 @@ def set_weights(
     place = processes.place(args.device)
     watchdog.phase("weight loading")
     options = variables.LoadOptions.of(args)
-    is_sparse = variables.load_start(options, checkpoint, (training or evaluation).program, place)
+    names = variables.load_start(options, checkpoint, (training or evaluation).program, place)
     if training:
         missing = variables.load_states(options, checkpoint, training.program, place)
         if checkpoint is not None:
@@ -340,22 +339,17 @@ def set_weights(
                 iter_unit=args.iter_unit,
                 is_verbose=args.verbose,
             )
-        if args.amp:
-            training.optimizer.amp_init(place, scope=static.global_scope())
-        if args.prune_model and not is_sparse:
-            sparsity.prune(training.program, place, args.mask_algo)
-            missing = variables.states(training.program)  # all states start from the pruned weights
-        elif args.asp:
-            sparsity.apply_masks(training.program, place)
-        if args.asp:
-            logger.info(sparsity.describe(training.program))
+        loaded = facts.Loaded(training.program, training.optimizer, place, names)
+        for component in START:
+            if component.start(args.part(component.Settings), loaded):
+                missing = variables.states(training.program)
         variables.start_states(missing, checkpoint, training.program, place)
     if evaluation and not training and args.multi_label:
         _, meta = _origin(args, checkpoint)
         evaluation.fetchs["scores"][1].thresholds = (meta or {}).get("thresholds")
-    if evaluation and args.amp:
+    if evaluation:
         float32 = quantization.float32_variables(evaluation.program)
-        precision.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)
+        precision.start_evaluation(args.part(precision.Settings), evaluation.program, place, float32)
     return checkpoint
 
 
@@ -408,7 +402,7 @@ def check_and_describe(
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
-    fused = fused_operators(args, main.compiled)
+    fused = fused_operators(args.device, main.compiled)
     if budget.is_needed(args, checkpoint) and not args.dry_run:
         args = budget.choose(args, exe, training, evaluation)
         training = _with_settings(args, training)

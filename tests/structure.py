@@ -6,6 +6,7 @@ folder, and the functions that take all settings. It reads the files, but import
 
 import ast
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,14 +24,20 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
     return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
 
 
-def takes_settings(function: ast.FunctionDef) -> bool:
-    """Return whether a parameter with a name in FLAT has no annotation or the annotation values.Settings. Otherwise, it
-    is taken for the Settings of a single component, which are annotated as `Settings` or, for example,
-    `ema.Settings`."""
-    return any(
-        p.arg in FLAT and (p.annotation is None or ast.unparse(p.annotation) == "values.Settings")
-        for p in parameters(function)
-    )
+def takes_settings(function: ast.FunctionDef, names: Collection[str] = ("values.Settings",)) -> bool:
+    """Return whether a parameter with a name in FLAT has no annotation or an annotation in `names`. Otherwise, it is
+    taken for the Settings of a single component, which are annotated as `Settings` or, for example, `ema.Settings`."""
+    annotations = [p.annotation for p in parameters(function) if p.arg in FLAT]
+    return any(node is None or ast.unparse(node).strip("'") in names for node in annotations)
+
+
+def taking(path: Path) -> list[ast.FunctionDef]:
+    """Return the functions of a file that take all settings."""
+    names, tree = {"values.Settings"}, ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "paddle_resnet.settings.values":
+            names |= {alias.name for alias in node.names if alias.name == "Settings"}
+    return [function for function in functions(path) if takes_settings(function, names)]
 
 
 def is_typed(function: ast.FunctionDef) -> bool:
@@ -61,13 +68,13 @@ def folder(path: Path) -> str:
 def measure() -> dict[str, int]:
     """Return {quantity: number}."""
     modules = sorted(ROOT.glob("paddle_resnet/**/*.py"))
-    taking = Counter({path: sum(map(takes_settings, functions(path))) for path in modules})
+    counts = Counter({path: len(taking(path)) for path in modules})
     public = [function for path in modules for function in public_functions(path)]
     tests = [f for path in ROOT.glob("tests/**/test_*.py") for f in functions(path) if f.name.startswith("test_")]
     return {
         "functions": sum(len(functions(path)) for path in modules),
-        "functions that take all settings": sum(taking.values()),
-        "modules with such a function": sum(count > 0 for count in taking.values()),
+        "functions that take all settings": sum(counts.values()),
+        "modules with such a function": sum(count > 0 for count in counts.values()),
         "public functions": len(public),
         "public functions with types": sum(map(is_typed, public)),
         "tests": len(tests),
@@ -94,7 +101,7 @@ def main() -> None:
     print(*(f"| {name} | {value:,} |" for name, value in of_folders.items()), sep="\n")
     print("\n| functions that take all settings | names |\n|---|---|")
     for path in sorted(ROOT.glob("paddle_resnet/**/*.py")):
-        if names := [function.name for function in functions(path) if takes_settings(function)]:
+        if names := [function.name for function in taking(path)]:
             print(f"| {path.relative_to(ROOT / 'paddle_resnet')} ({len(names)}) | {' '.join(names)} |")
 
 

@@ -236,12 +236,12 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
 
 @pytest.mark.parametrize(("first_s", "count"), [(0.4, 2), (0.6, 1)])
 def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
-    evaluation, durations = SimpleNamespace(**dict.fromkeys(("loader", "compiled", "fetchs"))), []
+    evaluation, durations = SimpleNamespace(**dict.fromkeys(("settings", "loader", "compiled", "fetchs"))), []
     evaluation.refresh = lambda: durations.append(1)
     monkeypatch.setattr(budget, "perf_counter", lambda: sum(durations))
     monkeypatch.setattr(budget.program, "run", lambda *_: durations.append(len(durations)) or {"epoch_time": first_s})
     # Including the refresh, the first evaluation takes 2 s and the second evaluation takes 4 s.
-    assert budget._measure_evaluation(settings(), None, evaluation, 0.5) == 2 * count
+    assert budget._measure_evaluation(None, evaluation, 0.5) == 2 * count
     assert len(durations) == 2 * count
 
 
@@ -413,7 +413,7 @@ def test_dry_run_does_not_measure(run, monkeypatch):
         (["--iter-unit", "batch", "--num-iter", 9], "--budget-minutes 5.0: not used by --iter-unit batch; remove it"),
         (
             ["--profile-steps", "1:2"],
-            "--budget-minutes 5: not supported with --profile-steps; remove one of them, or use",
+            "--budget-minutes 5: not supported with --profile-steps; remove one of them",
         ),
         (["--budget-minutes", -1], "-1"),
         (["--budget-minutes", "1e9"], "--budget-minutes: 1e9 is too large; use at most 527040, which is a year"),

@@ -473,7 +473,7 @@ def test_curve_does_not_replace_inputs(tmp_path, monkeypatch):
     claims = []
     monkeypatch.setattr(lr_find.outputs, "claim", lambda *files, **options: claims.append((files, options)))
     monkeypatch.setattr(lr_find.layout, "occupied", lambda root: [f"{root}/x"])
-    lr_find._claim(SimpleNamespace(image_root="DATA"), tmp_path, ["an input"])
+    lr_find._claim(SimpleNamespace(image_root="DATA", output_dir="d", overwrite=False), tmp_path, ["an input"])
     files = {f"{name} in --output-dir": tmp_path / name for name in NAMES}, {"--output-dir": tmp_path}
     assert claims == [(files, {"inputs": ["an input"], "protected": [("the data set's", "DATA/x")]})]
 

@@ -1,6 +1,7 @@
 """The phases before step 1, with simulated functions of the other modules. Tests of complete runs are in test_train.py
 and in the folders of the modules that the phases call."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 
 from conftest import TINY, tiny
 from paddle_resnet import config, phases
+from paddle_resnet.components import precision, sparsity
 from paddle_resnet.components.stages import Stage
 from paddle_resnet.passes import folding
 from paddle_resnet.utils.errors import UsageError
@@ -201,19 +203,27 @@ def set_weights(record, monkeypatch):
     monkeypatch.setattr(phases.variables.LoadOptions, "of", lambda args: "options")
     monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
     record(phases.restore, "restore")
-    record(phases.sparsity, "prune", "apply_masks", "describe")
-    record(phases.precision, "cast_evaluation_program")
+    record(sparsity, "prune", "apply_masks", "describe")
+    record(precision, "cast_evaluation_program")
     monkeypatch.setattr(phases.quantization, "float32_variables", lambda program: f"float32 of {program}")
     record.results |= {"restore": "restored", "describe": "sparse layers"}
 
     def set_weights(checkpoint, is_sparse=False, evaluation=None, **flags):
-        record.results |= {"load_start": is_sparse, "load_states": "missing states"}
-        args = SimpleNamespace(**{**vars(ARGS), **flags})
+        record.results |= {"load_start": {"w.asp_mask"} if is_sparse else {"w"}, "load_states": "missing states"}
+        args = settings(**flags)
         optimizer = SimpleNamespace(amp_init=lambda place, scope: record.calls.append(("amp_init", place)))
         training = phases.Work(args, "loader", "program", "fetchs", "schedule", optimizer)
         return phases.set_weights(args, checkpoint, training, evaluation), record.calls
 
     return set_weights
+
+
+def settings(**flags):
+    def part(cls):
+        return cls(**{field.name: getattr(args, field.name, field.default) for field in dataclasses.fields(cls)})
+
+    args = SimpleNamespace(**{**vars(ARGS), **flags}, part=part)
+    return args
 
 
 ARGS = SimpleNamespace(
@@ -278,7 +288,7 @@ def test_half_precision_casts_only_the_evaluation_program_without_its_float32_va
     _, calls = set_weights(None, evaluation=evaluation, amp=True)
     options = ("place of cpu", "float16", "O2", "float32 of evaluation")
     assert calls[-1] == ("cast_evaluation_program", "evaluation", *options)
-    phases.set_weights(ARGS, None, None, evaluation)  # an evaluation has no training state
+    phases.set_weights(settings(), None, None, evaluation)  # an evaluation has no training state
     assert calls[-1][0] == "load_start" and calls[-1][3] == "evaluation"
 
 
@@ -356,7 +366,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
-    args = SimpleNamespace(kernels="native", dry_run=is_dry, show_config=shows, benchmark=False)
+    args = SimpleNamespace(kernels="native", device="cpu", dry_run=is_dry, show_config=shows, benchmark=False)
     chosen = SimpleNamespace(**vars(args), epochs=2) if is_needed and not is_dry else args
     record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, "stage")]}
     captured = SimpleNamespace(captured="graph")
@@ -364,7 +374,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
     assert phases.check_and_describe(args, "exe", "checkpoint", training, evaluation) == (chosen, training)
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
-    assert ("fused_operators", args, captured) in record.calls
+    assert ("fused_operators", "cpu", captured) in record.calls
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
     assert ("is_needed", args, "checkpoint") in record.calls
     assert ("_warn_of_bn_momentum", chosen, training) in record.calls

@@ -387,7 +387,7 @@ def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):
 
 
 def test_defaults_of_flags():
-    flags = "model_arch_name", "csv", "batch_size", "dali_num_threads", "precision", "benchmark_batches"
+    flags = "model_arch_name", "csv", "heat_map", "batch_size", "dali_num_threads", "precision", "benchmark_batches"
     flags += "serve", "serve_host", "serve_max_mb", "serve_max_images"
     switches = {"json": False, "benchmark": False, "device": "auto", "tta": "none"}
     assert vars(arguments("m")) == {"model": "m", "images": []} | switches | dict.fromkeys(flags)

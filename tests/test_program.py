@@ -941,12 +941,12 @@ def test_fused_operators_are_counted(parse, monkeypatch):
 
     args = parse()
     compiled, *_ = build(args)
-    assert compilation.fused_operators(args, compiled) == {}
+    assert compilation.fused_operators("cpu", compiled) == {}
     monkeypatch.setattr(compilation, "build_strategy", fusing)
     compiled, exe, fetchs, *_ = build(args)
     # The residual unit ends with relu(a + b), which is fused in the forward and backward passes.
     counts = {"fused_elemwise_add_activation": 1, "fused_elemwise_add_activation_grad": 1}
-    assert compilation.fused_operators(args, compiled) == counts
+    assert compilation.fused_operators("cpu", compiled) == counts
     images, labels = random_batches(1)[0]
     loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
     assert np.isfinite(loss)

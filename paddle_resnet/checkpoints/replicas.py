@@ -29,7 +29,7 @@ def names(program: static.Program) -> list[str]:
     statistics with their moving averages (--ema), and ranges of quantized activations (--qat). The half-precision copy
     of a parameter is included, although the next update overwrites it with its master weight.
     """
-    ops = program.global_block().ops
+    ops = graph.block(program).ops
     own = {name for op in ops if op.attr("op_role") == graph.FORWARD for name in op.output_arg_names}
     own |= {follower for state in facts.of(program).states for name, follower in state.variables.items() if name in own}
     return sorted({variable.name for variable in variables.saved(program)} - own)

@@ -83,7 +83,7 @@ def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program
     checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
     Returns:
-        whether the weights of the checkpoint are already pruned; False if there is no checkpoint.
+        the set of names in PREFIX.pdparams of the checkpoint; empty if there is no checkpoint.
     Raises:
         UsageError: load or load_pretrained fails.
     """
@@ -91,7 +91,7 @@ def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program
         return load(options, checkpoint.folder, program, place, checkpoint.label)
     if options.pretrained is not None:
         load_pretrained(options, program, place)
-    return False
+    return set()
 
 
 def load(
@@ -112,7 +112,7 @@ def load(
         label: name of the checkpoint in messages; if None, the path of the folder.
         log: function that logs a message if averages are loaded.
     Returns:
-        whether the weights are already pruned.
+        the set of names in PREFIX.pdparams.
     Raises:
         UsageError: a file is damaged or does not match the model, or a training program finds no optimizer state.
     """
@@ -132,7 +132,7 @@ def load(
         if before.item() != options.loss_scale:
             logger.info(f"--scale-loss {options.loss_scale:g}: replaces the checkpoint's loss scale {before.item():g}")
             set_variable(LOSS_SCALE, np.full_like(before, options.loss_scale), place)
-    return any(name.endswith(MASK) for name in state)
+    return set(state)
 
 
 def _prefix(options, folder, label):

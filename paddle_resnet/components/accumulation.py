@@ -15,6 +15,8 @@ from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
 
 if TYPE_CHECKING:
+    from paddle import static
+
     from paddle_resnet.step.builder import StepBuilder
     from paddle_resnet.step.facts import State
 
@@ -50,25 +52,26 @@ def add(step: "StepBuilder") -> None:
     count = step.part(Settings).accumulate_steps
     if count == 1:
         return
-    block = step.main.global_block()
+    block = graph.block(step.main)
     loss_gradient = next(op for op in block.ops if op.attr("op_role") == graph.BACKWARD | graph.LOSS)
-    loss_gradient._set_attr("value", loss_gradient.attr("value") / count)
+    graph.set_attr(loss_gradient, "value", loss_gradient.attr("value") / count)
     gradients = {op.input("Grad")[0] for op in graph.updates(step.main)}
     last, skipped = {}, (*_communication(), "coalesce_tensor")
     for i, op in enumerate(block.ops):
         if op.attr("op_role") & graph.BACKWARD and op.type not in skipped:
             last |= dict.fromkeys((name for name in op.output_arg_names if name in gradients), i)
     for name, i in sorted(last.items(), key=lambda item: -item[1]):
-        _add_sum(block, step.startup.global_block(), block.var(name), i + 1)
+        _add_sum(block, graph.block(step.startup), block.var(name), i + 1)
     graph.sync(block)
 
 
 def state(step: "StepBuilder") -> "State | None":
     """Return the State of the sums, or None without sums. Checkpoints omit the sums, because they are 0 after each
     update."""
+    from paddle_resnet import graph
     from paddle_resnet.step.facts import State
 
-    names = [name for name in step.main.global_block().vars if name.startswith(PREFIX)]
+    names = [name for name in graph.block(step.main).vars if name.startswith(PREFIX)]
     return State({name.removeprefix(PREFIX): name for name in names}, None) if names else None
 
 
@@ -95,14 +98,14 @@ def _add_sum(block, startup_block, gradient, i):
     insert("fill_constant", {}, total.name, **zero)
 
 
-def without_update(program):
+def without_update(program: "static.Program") -> "static.Program":
     """Create the accumulating program from a training program that add() has changed, and return it. The training
     program is copied, not modified. The accumulating program adds its gradients to the sums and updates the BN
     statistics and the ranges of --qat, but not the parameters."""
     from paddle_resnet import graph
 
     program = program.clone()
-    block, communication = program.global_block(), _communication()
+    block, communication = graph.block(program), _communication()
     removed, sums = [], {}  # {float32 gradient: its sum}
     for op in block.ops:
         is_update = op.attr("op_role") & (graph.OPTIMIZE | graph.SCHEDULE)
@@ -110,7 +113,7 @@ def without_update(program):
         is_rounding = op.type == "cast" and op.input("X")[0] in sums
         if op.type == "elementwise_add" and op.input("Y")[0].startswith(PREFIX):
             sums[op.input("X")[0]] = op.input("Y")[0]
-            op.desc.set_output("Out", op.input("Y"))
+            graph.set_output(op, "Out", op.input("Y"))
         elif is_update or op.type in communication or resets or is_rounding:
             removed.append(op)
     graph.remove(block, removed)

@@ -37,7 +37,7 @@ def add(step: "StepBuilder") -> None:
 def _add_native(step, maximum):
     from paddle_resnet import graph
 
-    block, updates = step.main.global_block(), graph.updates(step.main)
+    block, updates = graph.block(step.main), graph.updates(step.main)
     gradients = [block.var(op.input("Grad")[0]) for op in updates]
     inputs = {"Gradients@VECTOR": _by_type(gradients)}
     if step.factor is not None:
@@ -61,7 +61,7 @@ def _add_paddle(step, maximum):
 
     from paddle_resnet import graph
 
-    block, updates = step.main.global_block(), graph.updates(step.main)
+    block, updates = graph.block(step.main), graph.updates(step.main)
     at = itertools.count(block.ops.index(updates[0]))
 
     def insert(op_type, inputs, shape=(1,), dtype=paddle.float32, **attrs):

@@ -59,15 +59,16 @@ def add(step: "StepBuilder") -> None:
     weight. Steps that loss scaling skips are also counted. The slow weights of frozen parameters do not change."""
     from paddle_resnet import graph
 
-    if step.part(Settings).lookahead is None:
+    value, schedule = step.part(Settings).lookahead, step.schedule
+    if value is None:
         return
-    (interval, alpha), schedule = step.part(Settings).lookahead, step.schedule
+    interval, alpha = value
     is_due = step.declare("lookahead", lambda: (schedule.done + 1) % interval == 0)  # 1 or 0
-    block, startup = step.main.global_block(), step.startup.global_block()
-    for name, value in (step.values | step.frozen_values).items():
+    block, startup = graph.block(step.main), graph.block(step.startup)
+    for name, exact in (step.values | step.frozen_values).items():
         for target in (block, startup):
             graph.float32(target, name + SUFFIX, block.var(name).shape, persistable=True)
-        startup.append_op(type="assign", inputs={"X": value}, outputs={"Out": name + SUFFIX})
+        startup.append_op(type="assign", inputs={"X": exact}, outputs={"Out": name + SUFFIX})
     (_add_native if step.is_native else _add_paddle)(step, is_due, alpha)
     graph.sync(block)
 
@@ -76,7 +77,7 @@ def _add_native(step, is_due, alpha):
     """Add one operator per precision."""
     from paddle_resnet import graph
 
-    block = step.main.global_block()
+    block = graph.block(step.main)
     for has_masters in (False, True):
         values = {name: value for name, value in step.values.items() if (name != value) == has_masters}
         if not values:
@@ -98,7 +99,7 @@ def _add_paddle(step, is_due, alpha):
 
     from paddle_resnet import graph
 
-    block = step.main.global_block()
+    block = graph.block(step.main)
 
     def append(op_type, inputs, out, **attrs):
         graph.append(block, op_type, inputs, {"Out": out}, **attrs)

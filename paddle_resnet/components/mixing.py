@@ -8,7 +8,7 @@ import argparse
 import functools
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -81,12 +81,12 @@ def add(step: "StepBuilder") -> None:
     step.targets = step.targets | {"weights": weights}
 
 
-def mixup(generator, ratio, height, width):
+def mixup(generator: np.random.Generator, ratio: float, height: int, width: int) -> Mix:
     """Return a Mix with the same weight at all pixels."""
     return Mix(np.full(height, 1 - ratio), np.ones(width), ratio)
 
 
-def cutmix(generator, ratio, height, width):
+def cutmix(generator: np.random.Generator, ratio: float, height: int, width: int) -> Mix:
     """Return a Mix that replaces a box in the image with the partner's pixels. The height and width of the box are
     those of the image times the square root of 1 - ratio, rounded down to even numbers. The center of the box is drawn
     uniformly, and the box is clipped to the image."""
@@ -103,7 +103,7 @@ def cutmix(generator, ratio, height, width):
 KINDS = {"mixup": mixup, "cutmix": cutmix}
 
 
-def draw(generator, alphas, height, width):
+def draw(generator: np.random.Generator, alphas: dict[str, float], height: int, width: int) -> Mix:
     """Draw a random Mix for one batch.
 
     Args:
@@ -118,7 +118,7 @@ def draw(generator, alphas, height, width):
     return KINDS[kind](generator, generator.beta(alphas[kind], alphas[kind]), height, width)
 
 
-def mix_images(images, rows, columns):
+def mix_images(images: Any, rows: Any, columns: Any) -> Any:
     """Mix images [N, ...] with their partners.
 
     Args:
@@ -136,7 +136,7 @@ def mix_images(images, rows, columns):
     return images * (1 - weight) + paddle.flip(images, axis=[0]) * weight
 
 
-def mix_labels(label, fraction, class_num):
+def mix_labels(label: Any, fraction: Any, class_num: int) -> Any:
     """Return the targets of mixed images.
 
     Args:

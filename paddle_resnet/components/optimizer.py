@@ -3,13 +3,17 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.utils import numbers
 
 if TYPE_CHECKING:
+    from paddle import static
+
+    from paddle_resnet import graph
+    from paddle_resnet.optimizers import table
     from paddle_resnet.step.builder import StepBuilder
 
 _ADAPTIVE = ", ".join(name for name, rule in OPTIMIZERS.items() if rule.is_adaptive)
@@ -93,7 +97,9 @@ def add(step: "StepBuilder") -> None:
     """Complete the update, for which Paddle's minimize has added one operator per parameter. With Paddle's kernels,
     these operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If Paddle lacks
     the rule, `rewrite` of the rule then changes them. With custom kernels, they are replaced."""
-    block, rule = step.main.global_block(), OPTIMIZERS[step.part(Settings).optimizer]
+    from paddle_resnet import graph
+
+    block, rule = graph.block(step.main), OPTIMIZERS[step.part(Settings).optimizer]
     if not step.is_native:
         _update_masters_in_float32(block)
         _keep_parameters_on_overflow(block)
@@ -104,7 +110,7 @@ def add(step: "StepBuilder") -> None:
         _place_state(step.startup)
 
 
-def update_natively(block, rule, factor):
+def update_natively(block: "graph.Block", rule: "table.Rule", factor: "static.Variable | None") -> None:
     """Replace all update operators with one operator per precision and learning rate. If dynamic loss scaling skips a
     step, the parameters and the optimizer state do not change, but the BN statistics do.
 
@@ -125,8 +131,8 @@ def update_natively(block, rule, factor):
             for kind in ("Param", "Grad", *kinds)
         )
         state = [variable for variables in state for variable in variables]
-        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": gradients, "State@VECTOR": state}
-        inputs["Rate"] = block.var(rate)
+        inputs: dict[str, Any] = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": gradients}
+        inputs |= {"State@VECTOR": state, "Rate": block.var(rate)}
         if factor is not None:
             inputs["Unscale@OPTIONAL"] = factor
         outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
@@ -142,9 +148,11 @@ def _place_state(startup_prog):
     Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators need these powers on the GPU,
     because a captured step must not read values from the host.
     """
-    for op in startup_prog.global_block().ops:
+    from paddle_resnet import graph
+
+    for op in graph.block(startup_prog).ops:
         if op.attr("op_device") == "cpu":
-            op._set_attr("op_device", "")
+            graph.set_attr(op, "op_device", "")
 
 
 def _update_masters_in_float32(block):
@@ -164,11 +172,11 @@ def _update_masters_in_float32(block):
             name=unique_name.generate(f"{grad.name}_fp32"), shape=grad.shape, dtype=paddle.float32
         )
         for name, variable in (("Param", master), ("Grad", grad_fp32)):
-            op.desc.set_input(name, [variable.name])
-        op.desc.set_input("MasterParam", [])
-        op.desc.set_output("ParamOut", [master.name])
-        op.desc.set_output("MasterParamOut", [])
-        op._set_attr("multi_precision", False)
+            graph.set_input(op, name, [variable.name])
+        graph.set_input(op, "MasterParam", [])
+        graph.set_output(op, "ParamOut", [master.name])
+        graph.set_output(op, "MasterParamOut", [])
+        graph.set_attr(op, "multi_precision", False)
         graph.insert(block, i + 1, "cast", {"X": master}, {"Out": param}, **graph.cast_types(master, param))
         graph.insert(block, i, "cast", {"X": grad}, {"Out": grad_fp32}, **graph.cast_types(grad, grad_fp32))
     graph.sync(block)
@@ -201,7 +209,7 @@ def _keep_parameters_on_overflow(block):
     at = block.ops.index(updates[0])
     for rate, effective_rate in zip(rates, effective_rates, strict=True):
         for op in updates:
-            op._rename_input(rate, effective_rate.name)
+            graph.rename_input(op, rate, effective_rate.name)
         factors = {"X": block.var(rate), "Y": proceeds}
         graph.insert(block, at, "elementwise_mul", factors, {"Out": effective_rate}, axis=-1)
     graph.insert(block, at, "scale", {"X": overflows}, {"Out": proceeds}, scale=-1.0, bias=1.0)

@@ -1,16 +1,20 @@
 """Mixed precision (AMP) and loss scaling."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.settings.values import argument, flag_name
 from paddle_resnet.utils import numbers
 
 if TYPE_CHECKING:
+    from paddle import static
+
+    from paddle_resnet import graph
     from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import Loaded
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,13 @@ def add(step: "StepBuilder") -> None:
     in float32. Paddle's operators would unscale float16 gradients in float16, where small gradients underflow. With
     dynamic loss scaling, one operator checks all gradients and updates the loss scale. Raises the errors of
     check_natively."""
+    from paddle_resnet import graph
+
     if step.is_native:
-        step.factor = check_natively(step.main.global_block())
+        step.factor = check_natively(graph.block(step.main))
 
 
-def check_natively(block):
+def check_natively(block: "graph.Block") -> "static.Variable | None":
     """Replace Paddle's operators for loss scaling. Return the variable that contains the factor for the gradients, or
     None without loss scaling. The factor is 0 if the step must be skipped.
 
@@ -152,14 +158,15 @@ def _amp_lists(program, dtype, float32):
     """
     from paddle import static
 
+    from paddle_resnet import graph
     from paddle_resnet.models import layers, loss_head
 
-    ops = [op for op in program.global_block().ops if loss_head.contains(op) or layers.is_float32(op)]
+    ops = [op for op in graph.block(program).ops if loss_head.contains(op) or layers.is_float32(op)]
     names = {name for op in ops for name in op.output_arg_names} | float32
     return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
 
 
-def wrap(optimizer, settings: Settings, float32: set[str]):
+def wrap(optimizer: Any, settings: Settings, float32: set[str]) -> Any:
     """If --amp is set, return an optimizer that trains the current program in mixed precision; otherwise, return
     `optimizer`.
 
@@ -185,7 +192,29 @@ def wrap(optimizer, settings: Settings, float32: set[str]):
     )
 
 
-def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), for_gpu=False):
+def start(settings: Settings, loaded: "Loaded") -> bool:
+    """With --amp, cast the weights of a training program. Return False: the states of other components remain valid."""
+    from paddle import static
+
+    if settings.amp:
+        loaded.optimizer.amp_init(loaded.place, scope=static.global_scope())
+    return False
+
+
+def start_evaluation(settings: Settings, program: "static.Program", place: Any, float32: set[str]) -> None:
+    """With --amp, convert an evaluation program. See cast_evaluation_program."""
+    if settings.amp:
+        cast_evaluation_program(program, place, settings.amp_dtype, settings.amp_level, float32)
+
+
+def cast_evaluation_program(
+    program: "static.Program",
+    place: Any,
+    dtype: str,
+    level: str,
+    float32: Collection[str] = frozenset(),
+    for_gpu: bool = False,
+) -> None:
     """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
     been initialized or loaded.
 

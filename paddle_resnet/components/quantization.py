@@ -8,13 +8,16 @@ additions. serving/onnx_writer.py converts the fake-quantization operators to Qu
 
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paddle_resnet.settings.field import flag
 
 if TYPE_CHECKING:
+    from paddle import static
+
+    from paddle_resnet import graph
     from paddle_resnet.step.builder import StepBuilder
 
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
@@ -55,10 +58,12 @@ def add(step: "StepBuilder", first: int) -> None:
         insert(step.main, first, step.schedule, step.device == "gpu")
 
 
-def activations(program, first=0):
+def activations(program: "static.Program", first: int = 0) -> "dict[str, list[graph.Operator]]":
     """Return {name of an activation to quantize: operators that read the quantized value}, in program order. `first` is
     the number of operators that precede the network."""
-    block = program.global_block()
+    from paddle_resnet import graph
+
+    block = graph.block(program)
     readers = {}
     for op in block.ops[first:]:
         for name in dict.fromkeys(op.input(slot)[0] for slot in _slots(block, op)):
@@ -66,9 +71,11 @@ def activations(program, first=0):
     return readers
 
 
-def layers(program):
+def layers(program: "static.Program") -> list[Layer]:
     """Return a Layer for each layer whose weights insert() would quantize."""
-    block = program.global_block()
+    from paddle_resnet import graph
+
+    block = graph.block(program)
     # Some of Paddle's layers reshape their bias before they add it.
     reshaped = {op.output("Out")[0]: op.input("X")[0] for op in block.ops if op.type == "reshape2"}
     additions = [op for op in block.ops if op.type == "elementwise_add"]
@@ -84,7 +91,7 @@ def layers(program):
     return result
 
 
-def insert(program, first=0, lr_scheduler=None, on_gpu=False):
+def insert(program: "static.Program", first: int = 0, lr_scheduler: Any = None, on_gpu: bool = False) -> None:
     """Insert 8-bit fake-quantization operators into the forward pass of the current program, in place. In the backward
     pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
@@ -100,9 +107,10 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
             before and after quantization, because Paddle's operator for axis 1 uses a different CUDA stream and cannot
             be captured.
     """
+    from paddle_resnet import graph
     from paddle_resnet.step import scalars
 
-    block = program.global_block()
+    block = graph.block(program)
     if lr_scheduler is not None:
         new_weight = scalars.declare("range_weight", lambda: weight_of_batch(lr_scheduler.batches))
     for i, (name, readers) in enumerate(activations(program, first).items()):
@@ -113,13 +121,13 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
         inputs, outputs = {"X": value, "InScale": limit}, {"Out": quantized, "OutScale": limit}
         _insert(block, block.ops.index(readers[0]), ACTIVATION, inputs, outputs, is_test=True, **_LEVELS)
         for op in readers:
-            op._rename_input(name, quantized.name)
+            graph.rename_input(op, name, quantized.name)
     for op in block.ops[first:]:
         if _slots(block, op) and _QUANTIZED[op.type][1]:
             slot, axis = _QUANTIZED[op.type][1]
             weight = block.var(op.input(slot)[0])
-            op._rename_input(weight.name, _quantize_weight(block, op, weight, axis, on_gpu).name)
-    block._sync_with_cpp()
+            graph.rename_input(op, weight.name, _quantize_weight(block, op, weight, axis, on_gpu).name)
+    graph.sync(block)
 
 
 def _quantize_weight(block, reader, weight, axis, on_gpu):
@@ -143,24 +151,28 @@ def _quantize_weight(block, reader, weight, axis, on_gpu):
     return add("transpose2", swapped, ("Out", "quantized"), swap, ("XShape", "swapped.shape"))
 
 
-def weight_of_batch(batch):
+def weight_of_batch(batch: int) -> float:
     """Return the weight of a batch (counted from 0) in the exponential moving average of a range. The weight falls from
     1 towards 0.1, so that the average does not depend on its initial value."""
     return 0.1 / (1 - 0.9 ** (batch + 1))
 
 
-def ranges(program):
+def ranges(program: "static.Program") -> list[str]:
     """Return the names of the activation ranges in a program."""
-    return [op.input("InScale")[0] for op in program.global_block().ops if op.type == ACTIVATION]
+    from paddle_resnet import graph
+
+    return [op.input("InScale")[0] for op in graph.block(program).ops if op.type == ACTIVATION]
 
 
-def is_range(name):
+def is_range(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
-def float32_variables(program):
+def float32_variables(program: "static.Program") -> set[str]:
     """Return the names of the outputs of quantization operators, which must remain in float32 in mixed precision."""
-    ops = [op for op in program.global_block().ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
+    from paddle_resnet import graph
+
+    ops = [op for op in graph.block(program).ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
     return {name for op in ops for name in op.output_arg_names}
 
 
@@ -172,17 +184,17 @@ def _follow(block, at, value, limit, weight):
     _insert(block, at + 1, "lerp", {"X": limit, "Y": largest, "Weight": weight}, {"Out": limit})
 
 
-def range_name(i):
+def range_name(i: int) -> str:
     return f"quantization_{i}{_SUFFIX}"
 
 
-def bits(op):
+def bits(op: "graph.Operator") -> int:
     """Return the number of bits that a fake-quantization operator uses, including a sign bit: at most 8 for int8, and 9
     for uint8, because the operator also counts a sign bit for the 255 positive levels."""
     return op.attr("bit_length")
 
 
-def quantized(weight, axis, bits):
+def quantized(weight: np.ndarray, axis: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a weight to `bits` bits, at most 8, with one scale for each index of `axis`. Return (int8 levels with
     the shape of the weight, float32 scales that broadcast against the weight)."""
     ranges = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis), keepdims=True)
@@ -190,7 +202,7 @@ def quantized(weight, axis, bits):
     return np.rint(weight / scales).astype(np.int8), scales.astype(np.float32)
 
 
-def use_levels_of(engine, program, weight_bits):
+def use_levels_of(engine: str, program: "static.Program", weight_bits: int) -> None:
     """Set the number of quantization levels in an inference program, in place.
 
     For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; activations that cannot be negative,
@@ -202,13 +214,15 @@ def use_levels_of(engine, program, weight_bits):
         program: Program after insert().
         weight_bits: number of bits per weight.
     """
-    block = program.global_block()
+    from paddle_resnet import graph
+
+    block = graph.block(program)
     producers = {name: op for op in block.ops for name in op.output_arg_names}
     for op in block.ops:
         if op.type == WEIGHT:
-            op._set_attr("bit_length", weight_bits)
+            graph.set_attr(op, "bit_length", weight_bits)
         elif engine == "onnxruntime" and op.type == ACTIVATION and _is_not_negative(producers, op.input("X")[0]):
-            op._set_attr("bit_length", 9)
+            graph.set_attr(op, "bit_length", 9)
 
 
 def _is_not_negative(producers, name):
@@ -243,4 +257,6 @@ def _range(name):
 
 
 def _insert(block, at, kind, inputs, outputs, **attrs):
-    block._insert_op_without_sync(at, type=kind, inputs=inputs, outputs=outputs, attrs=attrs)
+    from paddle_resnet import graph
+
+    graph.insert(block, at, kind, inputs, outputs, graph.FORWARD, **attrs)

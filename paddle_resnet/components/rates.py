@@ -120,7 +120,7 @@ def add(step: "StepBuilder") -> None:
     if decay == classifier_factor == 1:
         return
     factors = parts.rate_factors(step.model, decay, classifier_factor)
-    block, updates = step.main.global_block(), graph.updates(step.main)
+    block, updates = graph.block(step.main), graph.updates(step.main)
     at, rates = itertools.count(block.ops.index(updates[0])), {}
     for op in updates:
         factor, rate = factors[op.input("Param")[0]], block.var(op.input("LearningRate")[0])
@@ -130,5 +130,5 @@ def add(step: "StepBuilder") -> None:
             name = unique_name.generate(f"{rate.name}_scaled")
             rates[factor] = block.create_var(name=name, shape=rate.shape, dtype=rate.dtype, stop_gradient=True)
             graph.insert(block, next(at), "scale", {"X": rate}, {"Out": rates[factor]}, scale=float(factor))
-        op._rename_input(rate.name, rates[factor].name)
+        graph.rename_input(op, rate.name, rates[factor].name)
     graph.sync(block)

@@ -11,14 +11,18 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paddle_resnet.settings.field import Conflict, flag
+from paddle_resnet.utils import logger
 
 if TYPE_CHECKING:
+    from paddle import static
+
     from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import Loaded
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
 GROUP = 4  # size of a group of consecutive input channels; pruning keeps at most _KEPT weights of each group
@@ -64,7 +68,7 @@ def prepare(step: "StepBuilder") -> None:
         asp.set_excluded_layers([step.model.last.weight.name], main_program=step.main)
 
 
-def wrap(optimizer, settings: Settings):
+def wrap(optimizer: Any, settings: Settings) -> Any:
     """If --asp is set, return an optimizer that adds masks to the program and keeps pruned weights at 0; otherwise,
     return `optimizer`."""
     from paddle.incubate import asp
@@ -83,7 +87,7 @@ def add(step: "StepBuilder") -> None:
     if not step.part(Settings).asp:
         return
     ASPHelper._create_mask_variables(step.main, step.startup, step.frozen)
-    block, updates = step.main.global_block(), graph.updates(step.main)
+    block, updates = graph.block(step.main), graph.updates(step.main)
     graph.remove(block, [op for op in block.ops if op.type == "elementwise_mul" and op.input("Y")[0].endswith(MASK)])
     at = itertools.count(block.ops.index(updates[0]))
     for op in updates:
@@ -95,7 +99,20 @@ def add(step: "StepBuilder") -> None:
     graph.sync(block)
 
 
-def prune(main_prog, place, algorithm):
+def start(settings: Settings, loaded: "Loaded") -> bool:
+    """With --prune-model, prune the loaded weights, unless they are already pruned. Otherwise, with --asp, apply the
+    masks. Return whether the weights were pruned: the states of other components then start from the pruned weights."""
+    is_pruning = settings.prune_model and not any(name.endswith(MASK) for name in loaded.names)
+    if is_pruning:
+        prune(loaded.program, loaded.place, settings.mask_algo)
+    elif settings.asp:
+        apply_masks(loaded.program, loaded.place)
+    if settings.asp:
+        logger.info(describe(loaded.program))
+    return is_pruning
+
+
+def prune(main_prog: "static.Program", place: Any, algorithm: str) -> dict[str, np.ndarray]:
     """Compute the masks of the sparse and narrow parameters (see layers), and set the pruned weights to 0 with
     apply_masks (--prune-model). The masks of narrow parameters contain only ones.
 
@@ -123,7 +140,7 @@ def prune(main_prog, place, algorithm):
     return masks
 
 
-def apply_masks(main_prog, place):
+def apply_masks(main_prog: "static.Program", place: Any) -> None:
     """Set all values of pruned weights to 0: the weights, their master weights, the optimizer state and the averages.
     Checkpoints of version 0.1.0 contain other values in the optimizer state."""
     from paddle import static
@@ -141,7 +158,7 @@ def apply_masks(main_prog, place):
                     tensor.set(value * mask.astype(value.dtype), place)
 
 
-def compute_mask(weight, algorithm):
+def compute_mask(weight: np.ndarray, algorithm: str) -> np.ndarray:
     """Return the mask that keeps at most two of every four consecutive inputs.
 
     Args:
@@ -164,7 +181,7 @@ def compute_mask(weight, algorithm):
     return mask.reshape(rows.shape).transpose(np.argsort(_axes(weight))).astype(weight.dtype)
 
 
-def has_masks_of_signed_search(state):
+def has_masks_of_signed_search(state: dict[str, np.ndarray]) -> bool:
     """Return whether Paddle's mask_2d_best probably computed the masks in a state {name: array}, which also contains
     the weights. Return False if the masks have fewer than _MIN_BLOCKS blocks.
 
@@ -224,14 +241,16 @@ def _patterns():
     return masks[~is_free.any((1, 2))].astype(np.float64)
 
 
-def layers(main_prog):
+def layers(main_prog: "static.Program") -> tuple[list, list, list]:
     """Return the weights of convolutions and fully connected layers in a training program with --asp as three lists:
     (sparse, narrow, excluded).
 
     Narrow parameters have fewer than GROUP input channels per convolution group, as in depthwise convolutions and in
     the convolution that reads the images. Excluded parameters are those of the classifier.
     """
-    block = main_prog.global_block()
+    from paddle_resnet import graph
+
+    block = graph.block(main_prog)
     sparse, narrow, excluded = [], [], []
     for parameter in main_prog.all_parameters():
         shape = parameter.shape
@@ -245,13 +264,13 @@ def layers(main_prog):
     return sparse, narrow, excluded
 
 
-def counts(main_prog):
+def counts(main_prog: "static.Program") -> dict[str, int]:
     """Return {"asp.sparse_layers", "asp.dense_layers": number} for the summary of a run with --asp."""
     sparse, narrow, excluded = layers(main_prog)
     return {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + len(excluded)}
 
 
-def describe(main_prog):
+def describe(main_prog: "static.Program") -> str:
     """Return a line of text that states which layers are 2:4 sparse and which remain dense."""
     sparse, narrow, excluded = layers(main_prog)
     total = [*sparse, *narrow, *excluded]

@@ -20,6 +20,7 @@ from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_ten
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.data import bad_images
 from paddle_resnet.data.formats import FORMATS
 from paddle_resnet.job import processes
@@ -214,7 +215,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
 def feeds(program: static.Program) -> dict[str, static.Variable]:
     """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
-    return {v.name: v for v in program.global_block().vars.values() if v.is_data}
+    return {v.name: v for v in graph.block(program).vars.values() if v.is_data}
 
 
 def adapted(loader: Any, program: static.CompiledProgram) -> Any:

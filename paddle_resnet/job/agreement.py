@@ -10,7 +10,7 @@ import nvidia.dali
 import paddle
 from paddle import static
 
-from paddle_resnet import utils
+from paddle_resnet import graph, utils
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator, SyntheticIterator
 from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
@@ -67,7 +67,7 @@ def check_work(
             facts[f"number of {name} images"] = loader.data_set_size
             facts[f"list of {name} images and labels (hash)"] = loader.digest and loader.digest[:8]
             facts[f"list of {name} classes (hash)"] = _hash(list(loader.classes))
-    shapes = {p.name: [*p.shape, str(p.dtype)] for p in program.global_block().all_parameters()}
+    shapes = {p.name: [*p.shape, str(p.dtype)] for p in graph.block(program).all_parameters()}
     facts["number of parameters"] = len(shapes)
     facts["shapes of the parameters (hash)"] = _hash(shapes)
     _compare(facts)

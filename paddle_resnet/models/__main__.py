@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from paddle_resnet import graph
 from paddle_resnet.models import MODELS, registered, registered_name
 from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.command_line import Parser
@@ -47,9 +48,9 @@ def size(arch: str, side: int, num_classes: int = CLASSES) -> dict[str, int]:
     with static.program_guard(main, static.Program()), unique_name.guard():
         images = static.data("images", [1, CHANNELS, side, side])
         out = logits(build_model(arch, num_classes, CHANNELS, "NCHW"), images, arch, num_classes)
-        forward = list(main.global_block().ops)
+        forward = list(graph.block(main).ops)
         static.append_backward(paddle.mean(out))
-    block = main.global_block()
+    block = graph.block(main)
     read = set()
     for op in block.ops:
         if op.attr("op_role") & 1 and op.type not in SHAPE_ONLY:

@@ -10,6 +10,8 @@ from paddle import nn, static
 from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, TruncatedNormal, Uniform
 from paddle.utils import unique_name
 
+from paddle_resnet import graph
+
 if TYPE_CHECKING:
     from paddle.base.framework import Block, Operator
 
@@ -25,7 +27,7 @@ def dropout(x: static.Variable, rate: float, seed: static.Variable) -> static.Va
         rate: probability that an element is set to 0; the other elements are divided by 1 - rate.
         seed: int32 variable [1] with a positive value that determines the mask.
     """
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     name = unique_name.generate("dropout")
     out = block.create_var(name=f"{name}.out", dtype=x.dtype)
     mask = block.create_var(name=f"{name}.mask", dtype="uint8", stop_gradient=True)
@@ -37,7 +39,7 @@ def dropout(x: static.Variable, rate: float, seed: static.Variable) -> static.Va
 def _append(op_type, inputs, **attrs):
     """Append an operator to the current program and return its output. Unlike functions of Paddle 3.3, this function
     accepts variables of legacy programs."""
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     out = block.create_var(name=unique_name.generate(f"{op_type}.out"), dtype=inputs["X"].dtype)
     block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
     return out
@@ -154,7 +156,7 @@ class DropPath(nn.Layer):
     def forward(self, x: static.Variable) -> static.Variable:
         if not self.rate:
             return x
-        block = static.default_main_program().global_block()
+        block = graph.block(static.default_main_program())
         places = list(range(1, len(x.shape)))
         ones = block.create_var(name=unique_name.generate("drop_path.ones"), dtype=x.dtype, stop_gradient=True)
         first = paddle.slice(x, places, [0] * len(places), [1] * len(places))

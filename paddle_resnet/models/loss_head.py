@@ -19,6 +19,8 @@ import paddle.nn.functional as F
 from paddle import static
 from paddle.utils import unique_name
 
+from paddle_resnet import graph
+
 if TYPE_CHECKING:
     from paddle.base.framework import Operator
 
@@ -216,7 +218,7 @@ def _first_class(logits, order):
 def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
     """Append an operator that has one output, and return this output. Many functions of Paddle 3 cannot replace this
     function, because they reject legacy variables."""
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     name = unique_name.generate(f"{SCOPE}.{op_type}")
     out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)
     block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
@@ -249,7 +251,7 @@ def add_native(
 ) -> dict[str, static.Variable]:
     """Add the loss head to the current program, with one custom operator. Arguments and result are those of
     add_paddle."""
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     made = {
         name: block.create_var(name=f"{logits.name}.{name}", dtype=dtype, stop_gradient=name != "Loss")
         for name, dtype in (("Loss", "float32"), ("Top1", "float32"), ("TopK", "float32"), ("OfSoftmax", "float32"))

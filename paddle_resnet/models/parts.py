@@ -68,7 +68,9 @@ def set_bn_momentum(model: "nn.Layer", momentum: float) -> None:
 def stop_gradients(program: "static.Program") -> None:
     """Mark the variables of a forward pass that do not depend on trainable parameters, so that the backward pass omits
     their gradients."""
-    block = program.global_block()
+    from paddle_resnet import graph
+
+    block = graph.block(program)
     for op in block.ops:
         if all(block.var(name).stop_gradient for name in op.input_arg_names):
             for name in op.output_arg_names:

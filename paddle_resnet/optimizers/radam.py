@@ -2,12 +2,13 @@
 rule, so RAdam changes the inputs of Paddle's AdamW."""
 
 import math
+from typing import Any
 
 LEAST_EPSILON = 1e-12  # with a smaller epsilon, powers() would be inaccurate
 _HUGE = 1e36  # a second moment divided by this number is negligible
 
 
-def powers(step, beta1, beta2, epsilon):
+def powers(step: int, beta1: float, beta2: float, epsilon: float) -> tuple[float, float]:
     """Return the values (power1, power2) with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2)) +
     epsilon) equals RAdam's direction up to rounding. In AdamW, these values are the powers of the betas.
 
@@ -27,7 +28,7 @@ def powers(step, beta1, beta2, epsilon):
     return 1 - correction1 / math.sqrt(factor), 1 - correction2
 
 
-def rewrite(step):
+def rewrite(step: Any) -> None:
     """Change a training program from AdamW to RAdam. In all update operators, the result of powers() replaces the
     powers of the betas; the host writes it before each step. The step count includes the steps that loss scaling
     skips."""
@@ -38,10 +39,10 @@ def rewrite(step):
     for i, name in enumerate(("Beta1Pow", "Beta2Pow")):
         power = step.declare(f"radam_{name}", lambda i=i: powers(schedule.done + 1, *betas_and_epsilon)[i])
         for op in ops:
-            op.desc.set_input(name, [power.name])
-            op.desc.set_output(f"{name}Out", [power.name])
+            graph.set_input(op, name, [power.name])
+            graph.set_output(op, f"{name}Out", [power.name])
     for op in ops:
-        op.desc._set_bool_attr("use_global_beta_pow", True)  # so that the operator does not update the powers
+        graph.set_attr(op, "use_global_beta_pow", True)  # so that the operator does not update the powers
 
 
 # Values of table.Rule that differ from AdamW's. A parameter whose training starts later would need its own step count.

@@ -13,7 +13,8 @@ import paddle
 
 from paddle_resnet.components import rates
 from paddle_resnet.job import processes
-from paddle_resnet.settings import durations
+from paddle_resnet.settings import durations, values
+from paddle_resnet.settings.durations import Timeline
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
@@ -31,37 +32,37 @@ class Span:
         steps_of: function that converts a duration in the unit of --lr-decay-epochs to steps.
     """
 
-    steps: int
+    steps: float
     peak: float
     low: float
-    first_step: int
+    first_step: float
     steps_of: Callable
 
-    def fall(self, step, begin=0):
+    def fall(self, step: float, begin: int = 0) -> float:
         """Return the value of a cosine that falls from `peak` at step `begin` to `low` after the last step."""
         progress = min(1.0, (step - begin) / max(1, self.steps - begin))
         return self.low + (self.peak - self.low) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def cosine(span, step):
+def cosine(span: Span, step: float) -> float:
     """Return the learning rate of a cosine without restarts from the peak to --min-lr (Loshchilov and Hutter,
     arXiv:1608.03983)."""
     return span.fall(step)
 
 
-def piecewise(span, begins, factor, step):
+def piecewise(span: Span, begins: list[int], factor: float, step: float) -> float:
     """Return the peak, multiplied by --lr-decay-factor once for each entry of --lr-decay-epochs that has passed. The
     entries count from the start of the run, but `step` counts from the end of the warm-up."""
     return span.peak * factor ** sum(span.first_step + step >= span.steps_of(begin) for begin in begins)
 
 
-def polynomial(span, power, step):
+def polynomial(span: Span, power: float, step: float) -> float:
     """Return the learning rate of a polynomial of degree --lr-power that falls from the peak to --min-lr."""
     left = max(0.0, 1 - step / span.steps)
     return span.low + (span.peak - span.low) * left**power
 
 
-def one_cycle(span, rise, step):
+def one_cycle(span: Span, rise: float, step: float) -> float:
     """Return the learning rate of a schedule that rises to the peak along a cosine until the fraction of completed
     steps reaches --lr-rise, and then falls to --min-lr along a cosine. This is the schedule of Smith and Topin,
     arXiv:1708.07120, but with cosines instead of linear ramps, as in fastai."""
@@ -72,7 +73,7 @@ def one_cycle(span, rise, step):
     return span.peak + (start - span.peak) * (1 + math.cos(math.pi * step / rise)) / 2
 
 
-def flat_cosine(span, flat, step):
+def flat_cosine(span: Span, flat: float, step: float) -> float:
     """Return the learning rate of a schedule that stays at the peak until the fraction of completed steps reaches
     --lr-flat, and then falls to --min-lr along a cosine, like fastai's fit_flat_cos."""
     return span.fall(max(step, flat := round(flat * span.steps)), begin=flat)
@@ -102,27 +103,27 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
         batch: index of the next batch within its training step.
     """
 
-    def __init__(self, rate, timeline, warmup_steps=0, warmup_start=0.0):
+    def __init__(self, rate, timeline, warmup_steps: float = 0, warmup_start: float = 0.0):
         self.batch, self.timeline = 0, timeline
         self._rate, self._warmup_steps, self._warmup_start = rate, warmup_steps, warmup_start
         super().__init__(rate(0))
 
     @property
-    def done(self):
+    def done(self) -> int:
         """Return the number of completed steps."""
         return self.last_epoch  # Paddle's name for the step count
 
     @property
-    def batches(self):
+    def batches(self) -> int:
         """Return the number of completed batches."""
         return self.done * self.timeline.accumulate_steps + self.batch
 
-    def adopt(self, other):
+    def adopt(self, other: "Schedule") -> None:
         """Use the learning rates of a different schedule, starting with the current step."""
         self._rate, self._warmup_steps, self._warmup_start = other._rate, other._warmup_steps, other._warmup_start
         self.step(self.done)
 
-    def get_lr(self):
+    def get_lr(self) -> float:
         return self._of_schedule() * self.timeline.lr_factor(self.done)
 
     def _of_schedule(self):
@@ -132,7 +133,7 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
         return self._warmup_start + (self._rate(0) - self._warmup_start) * self.done / self._warmup_steps
 
 
-def build_lr_scheduler(args, timeline):
+def build_lr_scheduler(args: values.Settings, timeline: Timeline) -> Schedule:
     """Build the schedule that --lr-scheduler selects, including the linear warm-up.
 
     --lr and --min-lr are multiplied by the number of processes and --accumulate-steps (Goyal et al., arXiv:1706.02677).

@@ -10,8 +10,12 @@ the command line imports this module.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from paddle_resnet.optimizers import radam
+
+if TYPE_CHECKING:
+    from paddle.base.framework import Operator
 
 # Paddle's operators that multiply by a vector or normalize (FACTORS), and operators that add a vector (SUMMANDS).
 FACTORS = {"batch_norm", "sync_batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
@@ -127,12 +131,12 @@ OPTIMIZERS = {
 }
 
 
-def rule_of(op):
+def rule_of(op: "Operator") -> Rule | None:
     """Return the Rule that one of Paddle's update operators implements, or None."""
     return next((rule for rule in OPTIMIZERS.values() if rule.op == op.type and rule.rewrite is None), None)
 
 
-def build_optimizer(args, lr_scheduler):
+def build_optimizer(settings: Any, lr_scheduler: Any) -> Any:
     """Build the optimizer that --optimizer selects, for the network in the current program.
 
     Weight decay applies to weights. It applies to biases if the optimizer is not adaptive, and to the parameters of
@@ -140,21 +144,21 @@ def build_optimizer(args, lr_scheduler):
     (ParamAttr) has only this regularizer.
 
     Args:
-        args: settings for the optimizer and weight decay.
+        settings: components.optimizer.Settings.
         lr_scheduler: schedules.Schedule.
     Returns:
         one of Paddle's optimizers.
     """
     from paddle import static
 
-    rule, program = OPTIMIZERS[args.optimizer], static.default_main_program()
-    has_decay = {"weight": True, "bias": not rule.is_adaptive, "factor": args.bn_weight_decay}
+    rule, program = OPTIMIZERS[settings.optimizer], static.default_main_program()
+    has_decay = {"weight": True, "bias": not rule.is_adaptive, "factor": settings.bn_weight_decay}
     decayed = {
         parameter.name
         for parameter, kind in _kinds(program)
         if has_decay[kind] and getattr(parameter, "regularizer", None) is None
     }
-    return rule.build(lr_scheduler, args.weight_decay, decayed, *(getattr(args, flag) for flag in rule.flags))
+    return rule.build(lr_scheduler, settings.weight_decay, decayed, *(getattr(settings, flag) for flag in rule.flags))
 
 
 def _kinds(program):
@@ -162,8 +166,10 @@ def _kinds(program):
     and for other factors of channels or layers, "bias", or "weight". The kind follows from the operators that read the
     parameter, because its shape depends on the layout: a factor of the channels has the shape [C, 1, 1] in NCHW, and
     [C] in NHWC."""
+    from paddle_resnet import graph
+
     readers = {}
-    for op in program.global_block().ops:
+    for op in graph.block(program).ops:
         for name in op.input_arg_names:
             readers.setdefault(name, []).append(op)
     for parameter in program.all_parameters():

@@ -8,10 +8,14 @@ For prediction and for evaluation in float16 on GPUs, this module also fuses or 
 """
 
 import os
+from collections.abc import Callable
 
 import paddle
 from paddle import static
 
+from paddle_resnet.graph import block as block_of
+from paddle_resnet.graph import rename_input
+from paddle_resnet.graph.index import Graph
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import fusion
 
@@ -22,7 +26,7 @@ STEM_POOL |= {"global_pooling": False, "adaptive": False, "ceil_mode": False}
 NHWC = [0, 2, 3, 1]  # order of the axes of filters in cuDNN's layout for NHWC, relative to Paddle's layout
 
 
-def fold_batch_norms(program, exe, channel_axis):
+def fold_batch_norms(program: static.Program, exe: static.Executor, channel_axis: int) -> Callable[[], None]:
     """Fold the BN layers of an evaluation program in place. A BN layer is folded only if _convolution returns its
     convolution.
 
@@ -45,7 +49,7 @@ def fold_batch_norms(program, exe, channel_axis):
 
 def _fold(program, channel_axis):
     """Rewrite the program, and return a second program that computes the folded filters and the shifts."""
-    graph, fold_prog, casts = fusion.Graph(program.global_block()), static.Program(), {}
+    graph, fold_prog, casts = Graph(program), static.Program(), {}
     block = graph.block
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
         conv = _convolution(graph, bn)
@@ -54,7 +58,7 @@ def _fold(program, channel_axis):
         folded, shift = _folded(graph, fold_prog, bn, conv)
         (filters,) = conv.input("Filter")
         casts[filters] = graph.producers.get(filters)
-        conv._rename_input(filters, folded.name)
+        rename_input(conv, filters, folded.name)
         inputs, outputs = {"X": block.var(bn.input("X")[0]), "Y": shift}, {"Out": block.var(bn.output("Y")[0])}
         graph.replace([bn], bn, "elementwise_add", inputs, outputs, {"axis": channel_axis})
     read = {name for op in block.ops for name in op.input_arg_names}
@@ -63,7 +67,7 @@ def _fold(program, channel_axis):
     return fold_prog
 
 
-def fuse_convolutions(program, exe):
+def fuse_convolutions(program: static.Program, exe: static.Executor) -> tuple[int, Callable[[], None]]:
     """Replace each convolution, its BN, its residual addition (if any) and its ReLU with one fused operator of Paddle,
     in place. The fused operator reads and writes each activation only once, and its filters are already in cuDNN's
     layout.
@@ -78,7 +82,7 @@ def fuse_convolutions(program, exe):
     Returns:
         (number of fused convolutions, function that recomputes the folded filters as for fold_batch_norms).
     """
-    graph, fold_prog, count = fusion.Graph(program.global_block()), static.Program(), 0
+    graph, fold_prog, count = Graph(program), static.Program(), 0
     block = graph.block
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
         tail, conv = fusion.find_tail(graph, bn), _convolution(graph, bn)
@@ -103,7 +107,7 @@ def fuse_convolutions(program, exe):
     return count, refold
 
 
-def fuse_stem(program):
+def fuse_stem(program: static.Program) -> int:
     """Replace the stem of a ResNet (7x7 convolution with stride 2 and 64 filters, BN, ReLU, and 3x3 max pooling with
     stride 2) with one custom operator, in place. The custom operator reads images with three channels, so the operator
     that adds a fourth channel of zeros is also replaced. The stem is not replaced if the compute capability of the GPU
@@ -115,7 +119,7 @@ def fuse_stem(program):
     Returns:
         the number of replaced operators.
     """
-    graph = fusion.Graph(program.global_block())
+    graph = Graph(program)
     for conv in [op for op in graph.block.ops if op.type == "conv2d" and _is_stem(graph, op)]:
         x, out = graph.variables(conv, "Input", "Output").values()
         pad = graph.producers.get(x.name)
@@ -155,7 +159,7 @@ def _has_tf32():
     return os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
-def replace_convolutions(program, exe):
+def replace_convolutions(program: static.Program, exe: static.Executor) -> int:
     """Replace Paddle's float32 convolutions with custom operators, in place. In float32, Paddle's `conv2d` transposes
     its input and output in each step, because it does not support NHWC; the custom operator native_conv calls cuDNN in
     NHWC. The filters of native_conv are transposed to cuDNN's layout once.
@@ -174,7 +178,7 @@ def replace_convolutions(program, exe):
     Returns:
         the number of replaced operators.
     """
-    graph, transpose_prog = fusion.Graph(program.global_block()), static.Program()
+    graph, transpose_prog = Graph(program), static.Program()
     for op in [op for op in graph.block.ops if op.type in ("conv2d", "depthwise_conv2d")]:
         x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
         if not filters.persistable or op.attr("data_format") != "NHWC" or min(x.shape[1:]) < 0:
@@ -188,7 +192,7 @@ def replace_convolutions(program, exe):
             continue
         transposed = _persistable(graph.block, f"{filters.name}.nhwc", [filters.shape[i] for i in NHWC], x.dtype)
         with static.program_guard(transpose_prog):
-            block = transpose_prog.global_block()
+            block = block_of(transpose_prog)
             source, target = (_persistable(block, v.name, v.shape, v.dtype) for v in (filters, transposed))
             paddle.assign(paddle.transpose(source, NHWC), output=target)
         dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # as in Paddle
@@ -224,7 +228,7 @@ def _folded(graph, fold_prog, bn, conv, order=(0, 1, 2, 3)):
     folded = _persistable(block, f"{name}.folded", [filters.shape[axis] for axis in order], out.dtype)
     shift = _persistable(block, f"{name}.shift", [filters.shape[0]], out.dtype)
     with static.program_guard(fold_prog):
-        _compute(fold_prog.global_block(), block, bn, filters, folded, shift, order)
+        _compute(block_of(fold_prog), block, bn, filters, folded, shift, order)
     return folded, shift
 
 

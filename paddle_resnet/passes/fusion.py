@@ -10,8 +10,15 @@ communication.
 """
 
 from collections import namedtuple
+from collections.abc import Collection
 
 import paddle
+from paddle import static
+from paddle.base.framework import Operator
+
+from paddle_resnet.graph import block as block_of
+from paddle_resnet.graph import set_output
+from paddle_resnet.graph.index import GRADIENT_SUMS, Graph
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 # The number of channels must be a multiple of CHANNELS, the size of the smallest vector that a kernel thread loads.
@@ -35,9 +42,6 @@ ACTIVATIONS = {
     "mish": ({"threshold": 20.0}, "mish"),
 }
 
-# Operators with which Paddle adds the gradients of a variable that has several readers.
-GRADIENT_SUMS = ("sum", "grad_add")
-
 # Activations that the kernels fuse with BN and a residual addition, in addition to "linear".
 ADDED = ("relu", "mish")
 
@@ -47,7 +51,7 @@ ADDED = ("relu", "mish")
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
-def fuse(program):
+def fuse(program: static.Program) -> int:
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
     are not replaced. All kernels except that of dropout require that the size of the last axis, which is the number of
     channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes through it. The
@@ -59,22 +63,22 @@ def fuse(program):
     Returns:
         the number of replaced operators.
     """
-    graph = Graph(program.global_block())
+    graph = Graph(program)
     for op in list(graph.block.ops):
         if op in graph.replaced:
             continue
-        if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.fills_vectors(op):
+        if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and _fills_vectors(graph, op):
             if _has_fixed_statistics(op):
                 _fuse_inference(graph, op)
             elif not op.attr("is_test"):
                 _fuse_training(graph, op)
-        elif op.type == "pool2d" and _is_plain_pool(graph, op) and graph.fills_vectors(op):
+        elif op.type == "pool2d" and _is_plain_pool(graph, op) and _fills_vectors(graph, op):
             _fuse_pool(graph, op)
-        elif op.type == "pool2d" and _is_global_average_pool(op) and graph.fills_vectors(op):
+        elif op.type == "pool2d" and _is_global_average_pool(op) and _fills_vectors(graph, op):
             _fuse_global_average_pool(graph, op)
-        elif op.type == "elementwise_mul" and _scales_channels(graph, op) and graph.fills_vectors(op):
+        elif op.type == "elementwise_mul" and _scales_channels(graph, op) and _fills_vectors(graph, op):
             _fuse_channel_scaling(graph, op)
-        elif op.type == "sigmoid" and graph.fills_vectors(op):
+        elif op.type == "sigmoid" and _fills_vectors(graph, op):
             _fuse_sigmoid(graph, op)
         elif op.type == "concat" and _concatenates_channels(graph, op):
             _fuse_concat(graph, op)
@@ -88,12 +92,17 @@ def fuse(program):
     return graph.finish()
 
 
-def paddle_depthwise(program):
+def _fills_vectors(graph, op, name="X"):
+    x = graph.variables(op, name)[name]
+    return x.dtype in TYPES and len(x.shape) > 0 and x.shape[-1] % CHANNELS == 0
+
+
+def paddle_depthwise(program: static.Program) -> tuple[str, ...]:
     """Return a tuple of the distinct depthwise convolutions in NHWC that Paddle's kernels compute.
 
     Each convolution is described by a string such as "7x7, stride 2, 12 channels".
     """
-    block = program.global_block()
+    block = block_of(program)
     layers = {}  # used as an ordered set
     for op in block.ops:
         if op.type == "depthwise_conv2d" and op.attr("data_format") == "NHWC":
@@ -103,83 +112,7 @@ def paddle_depthwise(program):
     return tuple(layers)
 
 
-class Graph:
-    """A block, the producer and the readers of each of its variables before the first replacement, and the operators
-    that finish() removes."""
-
-    def __init__(self, block):
-        self.block = block
-        self.producers, self.readers = {}, {}
-        for op in block.ops:
-            self.producers.update(dict.fromkeys(op.output_arg_names, op))
-            for name in set(op.input_arg_names):
-                self.readers.setdefault(name, []).append(op)
-        fused_buffers = [op for op in block.ops if op.type == "coalesce_tensor"]
-        self.coalesced = {name: op for op in fused_buffers for name in op.output("Output")}
-        self.replaced = []
-
-    def variables(self, op, *names):
-        """Return {name: variable} for the named inputs or outputs of an operator."""
-        inputs = set(op.input_names)
-        return {name: self.block.var((op.input if name in inputs else op.output)(name)[0]) for name in names}
-
-    def fills_vectors(self, op, name="X"):
-        x = self.variables(op, name)[name]
-        return x.dtype in TYPES and len(x.shape) > 0 and x.shape[-1] % CHANNELS == 0
-
-    def only_reader(self, name, op_types):
-        """Return the operator outside the backward pass that reads a variable, or None if there is not exactly one such
-        operator or its type is not in `op_types`."""
-        readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
-        return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
-
-    def gradient(self, op, is_complete=True):
-        """Return the gradient operator of an operator, or None if the operator has no gradient. If is_complete is true,
-        also return None if the gradient operator omits some gradients, for example because layers are frozen."""
-        out = op.output({"batch_norm": "Y", "conv2d": "Output", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
-        grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
-        if not grads or (is_complete and not all(map(grads[0].output, grads[0].output_names))):
-            return None
-        return grads[0]
-
-    def output_or_unused(self, op, name, like):
-        """Return an output variable of an operator. If the operator does not have this output, return a new, unused
-        variable with the shape and type of `like`."""
-        if op.output(name):
-            return self.block.var(op.output(name)[0])
-        return self.block.create_var(name=f"{like.name}@GRAD@unused", shape=like.shape, dtype=like.dtype)
-
-    def has_gradient(self, ops):
-        """Return whether the backward pass includes the gradient of at least one of the operators."""
-        return any(f"{name}@GRAD" in self.readers for op in ops for name in op.output_arg_names)
-
-    def is_before(self, first, second):
-        return self.block.ops.index(first) < self.block.ops.index(second)
-
-    def summands(self, name):
-        """If a gradient is the sum of two variables and has only one reader, return ([the two variables], [the operator
-        that adds them]); otherwise, return ([the gradient], [])."""
-        producer = self.producers[name]
-        summands = producer.input_arg_names
-        adds = producer.type in GRADIENT_SUMS and len(summands) == 2 and len(self.readers[name]) == 1
-        names, ops = (summands, [producer]) if adds else ([name], [])
-        return [self.block.var(name) for name in names], ops
-
-    def replace(self, ops, at, op_type, inputs, outputs, attrs):
-        """Insert an operator before the operator `at`, with the role of `at`; finish() removes `ops`."""
-        attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
-        place = self.block.ops.index(at)
-        self.block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
-        self.replaced += ops
-
-    def finish(self):
-        for op in self.replaced:
-            self.block._remove_op(self.block.ops.index(op), sync=False)
-        self.block._sync_with_cpp()
-        return len(self.replaced)
-
-
-def find_tail(graph, bn):
+def find_tail(graph: Graph, bn: Operator) -> Tail:
     """Return the Tail of a BN operator."""
     y = bn.output("Y")[0]
     if activation := _activation(graph, y):
@@ -387,7 +320,7 @@ def _fuse_concat(graph, concat):
         graph.replace([gradient], gradient, "native_split", inputs, {"X": dx, "Y": dy}, {"channels": x.shape[3]})
 
 
-def has_depthwise_kernel(graph, op):
+def has_depthwise_kernel(graph: Graph, op: Operator) -> bool:
     """Return whether a custom kernel computes a depthwise convolution."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride = op.attr("strides")
@@ -395,7 +328,7 @@ def has_depthwise_kernel(graph, op):
     has_filter = filters.shape in [(x.shape[-1], 1, size, size) for size in (3, 5)] and filters.dtype == x.dtype
     has_fixed_size = min(x.shape[1:]) > 0
     is_known = is_plain and stride[0] in (1, 2) and has_filter and has_fixed_size
-    return is_known and _square_padding(graph, op) is not None and graph.fills_vectors(op, "Input")
+    return is_known and _square_padding(graph, op) is not None and _fills_vectors(graph, op, "Input")
 
 
 def _square_padding(graph, op):
@@ -405,7 +338,7 @@ def _square_padding(graph, op):
     return rows if rows == columns else None
 
 
-def padding(graph, op):
+def padding(graph: Graph, op: Operator) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the padding of a convolution of NHWC images as ((top, bottom), (left, right))."""
     algorithm, values = op.attr("padding_algorithm"), op.attr("paddings")
     if algorithm == "SAME":
@@ -446,7 +379,7 @@ def _fuse_depthwise_conv(graph, op):
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
 
 
-def is_pointwise(graph, op, types):
+def is_pointwise(graph: Graph, op: Operator, types: Collection) -> bool:
     """Return whether custom kernels support a 1x1 convolution on this GPU: without stride, groups and padding, with
     multiples of 4 channels, and with one of the data types `types`."""
     x, filters = graph.variables(op, "Input", "Filter").values()
@@ -458,11 +391,11 @@ def is_pointwise(graph, op, types):
     return is_known and x.dtype in types and has_bfloat16_tensor_cores()
 
 
-def has_bfloat16_tensor_cores():  # GPUs with bfloat16 tensor cores also have TF32 tensor cores
+def has_bfloat16_tensor_cores() -> bool:  # GPUs with bfloat16 tensor cores also have TF32 tensor cores
     return paddle.is_compiled_with_cuda() and paddle.device.cuda.get_device_capability()[0] >= 8
 
 
-def fuse_pointwise_conv(graph, op):
+def fuse_pointwise_conv(graph: Graph, op: Operator) -> bool:
     """Replace a 1x1 convolution, its BN and the Tail of the BN, if no gradient passes through them and the convolution
     has at most POINTWISE_BN_CHANNELS input channels. Return whether they were replaced."""
     x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
@@ -493,7 +426,7 @@ def _split_pointwise_gradient(graph, op):
     if dfilter.name in graph.coalesced:
         inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
     graph.replace([], gradient, "native_pointwise_conv_backward_filter", inputs, {"DFilter": dfilter}, {})
-    gradient.desc.set_output("Filter@GRAD", [])
+    set_output(gradient, "Filter@GRAD", [])
 
 
 def _fuse_dropout(graph, op):

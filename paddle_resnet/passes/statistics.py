@@ -3,12 +3,13 @@
 import itertools
 
 import paddle
+from paddle import static
 from paddle.utils import unique_name
 
 from paddle_resnet import graph
 
 
-def keep_statistics_finite(program):
+def keep_statistics_finite(program: static.Program) -> None:
     """Change a program in place, so that the running statistics of a channel remain unchanged if the update would make
     its running mean or variance infinite or NaN. Frozen BN layers and evaluation programs are not changed.
 
@@ -17,7 +18,7 @@ def keep_statistics_finite(program):
     added operators process all layers together. Custom kernels skip non-finite statistics themselves, so programs with
     custom kernels do not need this change.
     """
-    block = program.global_block()
+    block = graph.block(program)
     layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]
     layers = [op for op in layers if not op.attr("use_global_stats")]
     if not layers:

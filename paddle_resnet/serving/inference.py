@@ -18,7 +18,7 @@ import numpy as np
 import paddle
 from paddle import static
 
-from paddle_resnet import resolution
+from paddle_resnet import graph, resolution
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
@@ -267,11 +267,11 @@ def _with_logits(serialized):
     """Add the input of the last softmax or sigmoid as a second output to an exported, serialized program. Return the
     serialized result."""
     program = static.deserialize_program(serialized)
-    block = program.global_block()
+    block = graph.block(program)
     [*_, logits] = [op.input("X")[0] for op in block.ops if op.type in ("softmax", "sigmoid")]
     [fetched] = [op.output("Out") for op in block.ops if op.type == "fetch"]
     block.append_op(type="fetch", inputs={"X": [logits]}, outputs={"Out": fetched}, attrs={"col": 1})
-    return program.desc.serialize_to_string()
+    return graph.serialize(program)
 
 
 def open_onnx(path: str | Path, device: str, logits: bool = False) -> Model:

@@ -13,6 +13,7 @@ import paddle
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints import arrays, folders, restore, variables
 from paddle_resnet.components import precision, quantization
 from paddle_resnet.job import processes
@@ -323,7 +324,7 @@ def _parameter_shapes(args):
     """Return the shapes of a network's parameters and BN statistics, {name: shape}."""
     paddle.enable_static()
     program, *_ = _build(args)
-    return {name: tuple(program.global_block().var(name).shape) for name in _parameter_names(program)}
+    return {name: tuple(graph.block(program).var(name).shape) for name in _parameter_names(program)}
 
 
 def _parameter_names(program):
@@ -375,8 +376,8 @@ def _build(args, uint8=False, quantize=False, mirror=False, features=False):
                 probabilities = paddle.mean(pairs, axis=0)
             if last is not None:
                 last = loss_head.add_logits(last)
-        block = program.global_block()
-        block._rename_var(probabilities.name, "probabilities")
+        block = graph.block(program)
+        graph.rename(block, probabilities.name, "probabilities")
     return program, startup, images, block.var("probabilities"), logits, last
 
 
@@ -386,7 +387,7 @@ def _last_features(program, logits, arch):
     Raises:
         UsageError: the network does not end with global average pooling, changes of the shape and one linear layer.
     """
-    block = program.global_block()
+    block = graph.block(program)
     made_by = {name: op for op in block.ops for name in op.output_arg_names}
 
     def source(variable, types):
@@ -398,7 +399,7 @@ def _last_features(program, logits, arch):
         pooled = before
     pooling = made_by.get(pooled)
     last = block.var(pooling.input("X")[0]) if pooling is not None and pooling.type in POOLINGS else None
-    channels = program.global_block().var(ends(program).last[1]).shape[0]
+    channels = block.var(ends(program).last[1]).shape[0]
     is_average = last is not None and pooling.attr("pooling_type") in ("avg", None)
     if not is_average or len(last.shape) != 4 or math.prod(block.var(pooled).shape[1:]) != channels:
         raise UsageError(

@@ -9,6 +9,7 @@ import numpy as np
 from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.components import quantization
+from paddle_resnet.graph import block as block_of
 from paddle_resnet.machine import compat
 from paddle_resnet.utils.errors import UsageError, installation
 
@@ -64,7 +65,7 @@ def to_onnx(
         UsageError: an operator or one of its attributes is not supported, or onnx cannot be imported.
     """
     onnx = require("onnx")
-    block = program.global_block()
+    block = block_of(program)
     constants, nodes = {}, []
     for op in block.ops:
         if op.type == "assign_value":

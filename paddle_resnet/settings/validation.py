@@ -68,30 +68,49 @@ def drop_unused(settings: values.Settings) -> None:
     settings.dropped. A value with an origin in HIGHEST, such as the command line, has a higher rank than a value of a
     --config file, which has a higher rank than a value that --choose-recipe chooses. Conflicts between values of the
     same rank remain, and so do conflicts in which the value of higher rank is the unused one."""
-    ranks: dict[str, int] = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
-    while found := next(_droppable(settings, ranks), None):
-        name, conflict = found
-        ranks[name] = max(_rank(settings, cause, ranks) for cause in conflict.by)
-        settings.dropped.append(_dropped(settings, name, conflict.message))
-        inheritance.reset(settings, name)
+    ranks = _Ranks(settings)
+    while found := next(ranks.droppable(), None):
+        ranks.drop(*found)
 
 
-def _droppable(settings, ranks):
-    """Yield (name, conflict) for each value of a file or a recipe that conflicts with a flag of higher rank."""
-    functions = (_conflicts_of_command, _conflicts_of_settings, _conflicts_of_device)
-    found = (conflict for function in functions for conflict in function(settings))
-    for conflict in itertools.chain(found, _conflicts_within(settings, machine)):
-        highest = max((_rank(settings, name, ranks) for name in conflict.by), default=0)
-        yield from ((name, conflict) for name in conflict.unused if 0 < _own_rank(settings, name) < highest)
+class _Ranks:
+    """The ranks of the values of all flags; see drop_unused."""
 
+    def __init__(self, settings):
+        self._settings = settings
+        self._of_dropped = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
 
-def _rank(settings, name, ranks):
-    """Return the rank of a value; see drop_unused. A derived value has the rank of the flag from which it is derived,
-    and a dropped value has the rank of the flag with which it conflicts."""
-    origin = settings.origin(name)
-    if origin.startswith("--"):
-        return _rank(settings, origin[2:].replace("-", "_"), ranks)
-    return ranks.get(name) or _own_rank(settings, name)
+    def droppable(self):
+        """Yield (name, conflict) for each value of a file or a recipe that conflicts with a flag of higher rank."""
+        functions = (_conflicts_of_command, _conflicts_of_settings, _conflicts_of_device)
+        found = (conflict for function in functions for conflict in function(self._settings))
+        for conflict in itertools.chain(found, _conflicts_within(self._settings, machine)):
+            highest = max(map(self._rank, conflict.by), default=0)
+            yield from ((name, conflict) for name in conflict.unused if 0 < _own_rank(self._settings, name) < highest)
+
+    def drop(self, name, conflict):
+        """Set a value to its default, and add a message to settings.dropped."""
+        self._of_dropped[name] = max(map(self._rank, conflict.by))
+        self._settings.dropped.append(self._message(name, conflict.message))
+        inheritance.reset(self._settings, name)
+
+    def _rank(self, name):
+        """Return the rank of a value. A derived value has the rank of the flag from which it is derived, and a dropped
+        value has the rank of the flag with which it conflicts."""
+        origin = self._settings.origin(name)
+        if origin.startswith("--"):
+            return self._rank(origin[2:].replace("-", "_"))
+        return self._of_dropped.get(name) or _own_rank(self._settings, name)
+
+    def _message(self, name, message):
+        """Return the log message for a dropped value, with the reason from the error message of the conflict."""
+        problem = message.partition("; ")[0]
+        subject, _, reason = problem.partition(": ")
+        if subject.split()[0] != flag_name(name):
+            subject, reason = argument(self._settings, name), problem
+        is_chosen, origin = self._settings.is_chosen(name), self._settings.origin(name)
+        source = "--choose-recipe" if is_chosen else origin.replace("file", "--config", 1)
+        return printable(f"{source}: ignoring {subject} ({reason})")
 
 
 def _own_rank(settings, name):
@@ -99,16 +118,6 @@ def _own_rank(settings, name):
     chosen (Settings.choose), and 0 for all others."""
     origin = settings.origin(name)
     return 1 if settings.is_chosen(name) else 2 if origin.startswith("file ") else 3 if origin in HIGHEST else 0
-
-
-def _dropped(settings, name, message):
-    """Return the log message for a dropped value, with the reason from the error message of the conflict."""
-    problem = message.partition("; ")[0]
-    subject, _, reason = problem.partition(": ")
-    if subject.split()[0] != flag_name(name):
-        subject, reason = argument(settings, name), problem
-    source = "--choose-recipe" if settings.is_chosen(name) else settings.origin(name).replace("file", "--config", 1)
-    return printable(f"{source}: ignoring {subject} ({reason})")
 
 
 def warnings(settings: values.Settings) -> Iterator[str]:

@@ -29,7 +29,7 @@ def add(step: StepBuilder, name: str, weight_of: Callable[[], float]) -> None:
         name: suffix of the names of the averages.
         weight_of: function that returns the weight of the next step. See StepBuilder.declare.
     """
-    block, startup = step.main.global_block(), step.startup.global_block()
+    block, startup = graph.block(step.main), graph.block(step.startup)
     values = _values(step)
     weight = step.declare(f"{name}_weight", weight_of)
     for source, value in values.items():
@@ -56,11 +56,11 @@ def _add_native(step, averages, weight):
     inputs = {"Averages@VECTOR": [*averages], "Values@VECTOR": [*averages.values()], "Weight": weight}
     if step.factor is not None:
         inputs["Unscale@OPTIONAL"] = step.factor  # 0 in a skipped step
-    graph.append(step.main.global_block(), "native_ema", inputs, {"AveragesOut@VECTOR": [*averages]})
+    graph.append(graph.block(step.main), "native_ema", inputs, {"AveragesOut@VECTOR": [*averages]})
 
 
 def _add_paddle(step, averages, weight):
-    block = step.main.global_block()
+    block = graph.block(step.main)
     weight = _zero_in_skipped_steps(block, weight)
     for average, value in averages.items():
         graph.append(block, "lerp", {"X": average, "Y": value, "Weight": weight}, {"Out": average})
@@ -107,14 +107,14 @@ def evaluate(train_prog: static.Program, eval_prog: static.Program, exe: static.
         a function without arguments that updates the converted copies, if there are any. Call this function before each
         evaluation.
     """
-    block, copy_prog = eval_prog.global_block(), static.Program()
-    copies = copy_prog.global_block()
+    block, copy_prog = graph.block(eval_prog), static.Program()
+    copies = graph.block(copy_prog)
     for name, average in of(train_prog).items():
         dtype = block.var(name).dtype
         if dtype == paddle.float32:
-            block._rename_var(name, average)
+            graph.rename(block, name, average)
             continue
-        half = block._rename_var(name, f"{average}.half")
+        half = graph.rename(block, name, f"{average}.half")
         source = graph.float32(copies, average, half.shape, persistable=True)
         copy = copies.create_var(name=half.name, shape=half.shape, dtype=dtype, persistable=True)
         attrs = {"in_dtype": source.dtype, "out_dtype": dtype}

@@ -2,18 +2,23 @@
 
 import contextlib
 import io
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import paddle
 from paddle import static
+from paddle.utils import unique_name
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints.variables import MASTER
 from paddle_resnet.components import INPUTS, UPDATE, multi_label, optimizer, precision, quantization, sparsity
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.models import build_model, logits, loss_head, multi_label_head, parts
 from paddle_resnet.optimizers import table
-from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.optimizers.schedules import Schedule, build_lr_scheduler
 from paddle_resnet.passes import all_reduces
-from paddle_resnet.settings import durations
+from paddle_resnet.settings import durations, values
 from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
 from paddle_resnet.utils.errors import UsageError
@@ -22,7 +27,7 @@ from paddle_resnet.utils.meters import AverageMeter, ConfidenceMeter, ConfusionM
 from paddle_resnet.utils.mode import Mode
 
 
-def feeds_of(image_shape, multi_label_classes=None):
+def feeds_of(image_shape: Sequence[int], multi_label_classes: int | None = None) -> dict[str, static.Variable]:
     """Declare the inputs of the current program. See program.create_feeds."""
     label = ([1], "int64") if multi_label_classes is None else ([multi_label_classes], "float32")
     return {
@@ -31,7 +36,9 @@ def feeds_of(image_shape, multi_label_classes=None):
     }
 
 
-def fetchs_of(out, targets, class_num, label_smoothing, mode):
+def fetchs_of(
+    out: static.Variable, targets: dict[str, static.Variable], class_num: int, label_smoothing: float, mode: Mode
+) -> dict:
     """Add the loss and the accuracy to the current program. See program.create_fetchs."""
     is_native = facts.of(static.default_main_program()).backend == "native"
     add = loss_head.add_native if is_native else loss_head.add_paddle
@@ -57,7 +64,7 @@ def multi_label_fetchs(
     return {name: (variable, meters[name]) for name, variable in head.items()}
 
 
-def wrap_optimizer(args, optimizer):
+def wrap_optimizer(args: values.Settings, optimizer: Any) -> Any:
     """Wrap an optimizer for the current program. See program.dist_optimizer."""
     float32 = quantization.float32_variables(static.default_main_program())
     optimizer = precision.wrap(optimizer, args.part(precision.Settings), float32)
@@ -65,7 +72,15 @@ def wrap_optimizer(args, optimizer):
     return sparsity.wrap(optimizer, args.part(sparsity.Settings))
 
 
-def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images):
+def build_program(
+    args: values.Settings,
+    main_prog: static.Program,
+    startup_prog: static.Program,
+    step_each_epoch: int,
+    mode: Mode,
+    lr_scheduler: Schedule | None,
+    class_images: Sequence[int] | np.ndarray | None,
+) -> tuple:
     """Build a program. See program.build."""
     watchdog.phase("program construction")
     is_train = mode is Mode.TRAIN
@@ -75,12 +90,12 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
         lr_scheduler = build_lr_scheduler(args, durations.uniform(args.accumulate_steps, step_each_epoch))
     schedule = lr_scheduler if is_train else None
     step, optimizer = StepBuilder(args, main_prog, startup_prog, schedule, processes.rank()), None
-    with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
+    with static.program_guard(main_prog, startup_prog), unique_name.guard():
         with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
             feeds = feeds_of(image_shape, args.num_of_class if args.multi_label else None)
         step.model = model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         if is_train:
-            _set_up_layers(args, step)
+            _set_up_layers(step, args.bn_momentum, args.freeze)
         else:
             model.eval()
         step.images, step.targets, step.class_images = feeds["data"], feeds, class_images
@@ -90,11 +105,12 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
             step.images = step.images.astype("float32")
         if is_train:
             for component in INPUTS:
-                component.add(step)
+                if hasattr(component, "add"):
+                    component.add(step)
         elif args.tta == "flip":
             axis = 3 if args.data_layout == "NCHW" else 2
             step.images = paddle.concat([step.images, paddle.flip(step.images, [axis])])
-        first = len(main_prog.global_block().ops)
+        first = len(graph.block(main_prog).ops)
         out = logits(model, step.images, args.model_arch_name, args.num_of_class)
         quantization.add(step, first)
         if not is_train and args.tta == "flip":
@@ -107,40 +123,46 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
         if not (is_train or args.multi_label) and (args.predictions is not None or args.report_html is not None):
             fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
         if is_train:
-            optimizer = _minimize(args, step, fetchs["loss"][0])
+            step.logits, step.loss = out, fetchs["loss"][0]
+            for component in INPUTS:
+                if hasattr(component, "add_loss"):
+                    with loss_head.scope():  # AMP keeps these operators in float32
+                        component.add_loss(step)
+            fetchs["loss"] = step.loss, fetchs["loss"][1]
+            optimizer = _minimize(args, step)
         if step.is_native:
             with loss_head.scope():  # AMP must not change the precision of the metrics
                 host_metrics.add_copy(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
 
 
-def _set_up_layers(args, step):
+def _set_up_layers(step, bn_momentum, frozen):
     """Apply --bn-momentum and --freeze to the layers of the network."""
-    if args.bn_momentum is not None:
-        parts.set_bn_momentum(step.model, args.bn_momentum)
-    if args.freeze:
-        step.frozen = parts.freeze(step.model, args.freeze)
+    if bn_momentum is not None:
+        parts.set_bn_momentum(step.model, bn_momentum)
+    if frozen:
+        step.frozen = parts.freeze(step.model, frozen)
 
 
-def _minimize(args, step, loss):
+def _minimize(args, step):
     """Add the backward pass and the update to a training program, and return the optimizer."""
-    own_optimizer = table.build_optimizer(args, step.schedule)
-    optimizer = wrap_optimizer(args, own_optimizer)
+    own_optimizer = table.build_optimizer(step.part(optimizer.Settings), step.schedule)
+    wrapped = wrap_optimizer(args, own_optimizer)
     if step.frozen:
         parts.stop_gradients(step.main)
     sparsity.prepare(step)
     with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
-        optimizer.minimize(loss, step.startup)
+        wrapped.minimize(step.loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
-    own_optimizer._create_accumulators(step.main.global_block(), step.frozen)
+    own_optimizer._create_accumulators(graph.block(step.main), step.frozen)
     sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)
-    return optimizer
+    return wrapped
 
 
-def add_update(step):
+def add_update(step: StepBuilder) -> None:
     """Turn the operators that Paddle's minimize has added into the update that the flags specify.
 
     Raises:

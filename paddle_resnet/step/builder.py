@@ -1,7 +1,7 @@
 """A program for training or evaluation, under construction."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from paddle import static
@@ -30,6 +30,9 @@ class StepBuilder:
         image_size: [height, width] of its images.
         batch_size: images per process and batch.
         images: the input of the network.
+        logits: the output of the network [N, num_classes], once built.
+        loss: the training loss [], once added, which components can replace. Evaluations always compute the cross
+            entropy.
         targets: the inputs "data" and "label" of the program, and the entries that components add for
             loss_head.add_paddle or multi_label_head.add.
         class_images: number of training images of each class, or None if unknown.
@@ -41,17 +44,24 @@ class StepBuilder:
         factor: variable with which custom kernels multiply the gradients, 0 in a skipped step; None stands for 1.
     """
 
-    def __init__(self, settings, main: static.Program, startup: static.Program, schedule=None, rank: int = 0):
+    def __init__(self, settings, main: static.Program, startup: static.Program, schedule: Any = None, rank: int = 0):
         self.main, self.startup, self.schedule = main, startup, schedule
         self.backend = "native" if settings.kernels == "native" else "paddle"
         self.device, self._settings, self._rank = settings.device, settings, rank
         self.arch, self.layout, self.num_classes = settings.model_arch_name, settings.data_layout, settings.num_of_class
         self.is_multi_label = settings.multi_label
         self.image_size, self.batch_size = settings.image_shape[1:], settings.batch_size
-        self.images, self.targets, self.class_images = None, {}, None
-        self.model, self.frozen = None, []
-        self.values, self.frozen_values, self.bn_statistics = {}, {}, []
-        self.factor = None
+        self.images: Any = None
+        self.targets: dict[str, Any] = {}
+        self.class_images: Sequence[int] | np.ndarray | None = None
+        self.model: Any = None
+        self.logits: Any = None
+        self.loss: Any = None
+        self.factor: Any = None
+        self.frozen: list[Any] = []
+        self.values: dict[str, str] = {}
+        self.frozen_values: dict[str, str] = {}
+        self.bn_statistics: list[str] = []
         facts.of(main).backend = self.backend
 
     @property
@@ -62,7 +72,9 @@ class StepBuilder:
         """Return the settings of a component, an instance of its class Settings."""
         return self._settings.part(cls)
 
-    def declare(self, name: str, value_of: Callable, shape=(1,), dtype="float32") -> static.Variable:
+    def declare(
+        self, name: str, value_of: Callable, shape: Sequence[int] = (1,), dtype: str = "float32"
+    ) -> static.Variable:
         """Create a variable that the host writes before each step. See scalars.declare. value_of must not refer to this
         StepBuilder: facts.py keeps value_of as long as the program exists, so a reference to the program would keep the
         program in memory."""
@@ -86,7 +98,7 @@ class StepBuilder:
             master: suffix of the names of master weights.
             bn_statistics: see the attribute.
         """
-        block, updates = self.main.global_block(), graph.updates(self.main)
+        block, updates = graph.block(self.main), graph.updates(self.main)
         self.values = {op.input("Param")[0]: graph.value_of(op) for op in updates}
         names = [parameter.name for parameter in self.frozen]
         self.frozen_values = {name: name + master if block.has_var(name + master) else name for name in names}

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from typing import Any
 
 from paddle import static
 
@@ -10,6 +11,7 @@ from paddle_resnet.components import accumulation, optimizer, precision
 from paddle_resnet.job import processes
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import fusion, statistics
+from paddle_resnet.settings import values
 from paddle_resnet.step import cuda_graph, facts, scalars, trace
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -37,10 +39,12 @@ class CompiledStep(static.CompiledProgram):
     def __init__(self, program, strategy, source, place):
         super().__init__(program, build_strategy=strategy)
         self.source, self.write_scalars = source, scalars.Writer(program, place)
-        self.captured = self.trace = self.accumulating = None
+        self.captured: cuda_graph.CapturedStep | None = None
+        self.trace: trace.Trace | None = None
+        self.accumulating: CompiledStep | None = None
 
 
-def build_strategy(args, is_train):
+def build_strategy(args: values.Settings, is_train: bool) -> Any:
     """Return Paddle's BuildStrategy for a program. See program.create_strategy."""
     processes.check_resolved(args.device)
     strategy = static.BuildStrategy()
@@ -54,7 +58,7 @@ def build_strategy(args, is_train):
     return strategy
 
 
-def compile_step(args, program, is_train):
+def compile_step(args: values.Settings, program: static.Program, is_train: bool) -> CompiledStep:
     """Return the CompiledStep of a program, which is not modified. See program.compile_prog."""
     processes.check_resolved(args.device)
     if facts.of(program).optimizer is None:
@@ -91,7 +95,7 @@ def _compile(args, original, source, is_train):
     if args.device == "gpu":
         _warn_of_depthwise(args.kernels, fusion.paddle_depthwise(program))
     strategy = build_strategy(args, is_train)
-    if any(_is_broadcast_addition(program, op) for op in program.global_block().ops):
+    if any(_is_broadcast_addition(program, op) for op in graph.block(program).ops):
         strategy.fuse_elewise_add_act_ops = False
     place = processes.place(args.device)
     compiled = CompiledStep(program, strategy, source, place)
@@ -109,20 +113,20 @@ def _update_natively(program):
     """Replace Paddle's update operators in a program that build has not built, if all of them implement the same rule
     of optimizers/table.py. Otherwise, none is replaced, because Paddle's update operators cannot read the factor that
     unscales the gradients. Raises the errors of check_natively."""
-    rules = {table.rule_of(op) for op in graph.updates(program)}
-    if len(rules) == 1 and None not in rules:
-        block = program.global_block()
-        optimizer.update_natively(block, rules.pop(), precision.check_natively(block))
+    rule, *others = {table.rule_of(op) for op in graph.updates(program)} or {None}
+    if rule is not None and not others:
+        block = graph.block(program)
+        optimizer.update_natively(block, rule, precision.check_natively(block))
 
 
 def _use_onednn(program):
     """Compute convolutions with oneDNN, which is faster (see ONEDNN), but whose filter gradients are wrong in NHWC.
     Other operators of oneDNN fail, such as the gradient of `mean` for the scalar loss."""
-    for op in program.global_block().ops:
+    for op in graph.block(program).ops:
         if op.type in ONEDNN:
             # Use conv2d instead of Paddle's depthwise operator, which multiplies one small matrix per channel.
-            op.desc.set_type(op.type.removeprefix("depthwise_"))
-            op._set_attr("use_mkldnn", True)
+            graph.set_type(op, op.type.removeprefix("depthwise_"))
+            graph.set_attr(op, "use_mkldnn", True)
 
 
 def _is_broadcast_addition(program, op):
@@ -131,7 +135,7 @@ def _is_broadcast_addition(program, op):
     and leaves the results of all other images uninitialized."""
     if op.type != "elementwise_add":
         return False
-    x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
+    x, y = (graph.block(program).var(op.input(name)[0]) for name in "XY")
     return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
 
 
@@ -153,15 +157,15 @@ def _warn_of_depthwise(kernels, paddle_layers):
     )
 
 
-def fused_operators(args, compiled):
+def fused_operators(device: str, compiled: CompiledStep) -> dict[str, int]:
     """Compile a program before its first step, and count its fused operators.
 
     Args:
-        args: Settings.
+        device: "cpu" or "gpu".
         compiled: result of compile_prog; the Executor reuses the compilation.
     Returns:
         {operator: count} for Paddle's fused operators (fused_...) and custom operators (native_...).
     """
-    compiled._compile(static.global_scope(), processes.place(args.device))
+    compiled._compile(static.global_scope(), processes.place(device))
     types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
     return {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}

@@ -18,6 +18,7 @@ import paddle
 from paddle import static
 from paddle.device.cuda.graphs import CUDAGraph
 
+from paddle_resnet import graph
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange
 from paddle_resnet.machine import compat
@@ -60,7 +61,7 @@ _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
 
 
-def untested_operators(program, is_wanted, is_explicit):
+def untested_operators(program: static.Program, is_wanted: bool, is_explicit: bool) -> list[str] | None:
     """Decide whether to capture the steps of a program.
 
     Args:
@@ -73,7 +74,7 @@ def untested_operators(program, is_wanted, is_explicit):
     """
     if not is_wanted:
         return None
-    ops = program.global_block().ops
+    ops = graph.block(program).ops
     for op in ops:
         reason = _obstacle(op)
         if reason is None:
@@ -153,7 +154,7 @@ class CapturedStep:
         self._steps += 1
         self._exe.run(self._copy_program, fetch_list=[])
 
-    def check(self):
+    def check(self) -> None:
         """Discard the captured step if another program has moved a tensor since the capture.
 
         If one process discards its captured step, all processes discard theirs, because NCCL requires that either all
@@ -308,28 +309,29 @@ def _split(program):
         program reads the persistent inputs and copies the metrics to persistent variables.
     """
     copy = program._program.clone()
-    block = copy.global_block()
-    at, async_copy = next((i, op) for i, op in enumerate(block.ops) if op.type == host_metrics.OPERATOR)
+    block = graph.block(copy)
+    async_copy = next(op for op in block.ops if op.type == host_metrics.OPERATOR)
     metrics = [block.var(name) for name in async_copy.input_arg_names]
     feeds = list(iterators.feeds(copy))
-    block._remove_op(at)
+    graph.remove(block, [async_copy])
+    graph.sync(block)
     # Persistable variables of different programs share a tensor if they have the same name. Therefore, a number makes
     # the names unique to this program.
     number = next(_numbers)
     names = {name: f"{name}@captured_{number}" for name in (*feeds, *(v.name for v in metrics))}
     for name in feeds:
-        block._rename_var(name, names[name])
+        graph.rename(block, name, names[name])
         block.var(names[name]).persistable = True
     copy_program = static.Program()
     for v in metrics:
         # Custom operators cannot write directly to persistable variables, because they allocate their outputs. Memory
         # that is allocated during a capture belongs to the graph, and a variable would outlive this memory. Paddle's
         # assign writes to the existing memory of the variable.
-        for target in (block, copy_program.global_block()):
+        for target in (block, graph.block(copy_program)):
             target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
         block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})
     with static.program_guard(copy_program):
-        host_metrics.add_copy(copy_program.global_block().var(names[v.name]) for v in metrics)
+        host_metrics.add_copy(graph.block(copy_program).var(names[v.name]) for v in metrics)
     scope = static.global_scope()
     inputs = {name: scope.var(names[name]).get_tensor() for name in feeds}
     return inputs, copy_program, static.CompiledProgram(copy, build_strategy=program._build_strategy)

@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+from paddle_resnet import graph
 from paddle_resnet.native import build as native
 from paddle_resnet.step import host_metrics
 from paddle_resnet.utils.errors import NO_CLASS, DataError
@@ -38,7 +39,7 @@ class Dispatcher:
             run = functools.partial(exe.run, program, fetch_list=variables)
             self._run = functools.partial(_fetch, run, class_num)
             return
-        if not any(op.type == host_metrics.OPERATOR for op in program._program.global_block().ops):
+        if not any(op.type == host_metrics.OPERATOR for op in graph.block(program._program).ops):
             raise RuntimeError("program: has no async copy of its metrics; build it with --kernels native")
         run = functools.partial(exe.run, program, fetch_list=[])
         if program.captured is not None:

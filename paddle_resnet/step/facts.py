@@ -8,6 +8,7 @@ program must refer neither to the program nor to its variables.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from paddle import static
 
@@ -34,6 +35,23 @@ class State:
     starts_as_source: bool = False
     flag: str = ""
     what: str = ""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A training program whose variables have their initial values.
+
+    Attributes:
+        program: training program; its variables are in the global scope.
+        optimizer: the optimizer that build has returned.
+        place: device of the program.
+        names: names of the variables in the checkpoint from which the run starts; empty if there is none.
+    """
+
+    program: static.Program
+    optimizer: Any
+    place: Any
+    names: set[str]
 
 
 @dataclass

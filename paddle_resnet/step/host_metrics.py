@@ -6,19 +6,21 @@ kernel that computes it, and the host reads the copies later.
 """
 
 import ctypes
+from collections.abc import Iterable
 
 import numpy as np
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.utils.errors import command
 
 OPERATOR = "native_async_copy"
 
 
-def add_copy(variables):
+def add_copy(variables: Iterable[static.Variable]) -> None:
     """Add an operator that copies variables to the host in every step of the current program."""
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     done = block.create_var(name="copied", shape=[1], dtype="int32", stop_gradient=True)
     block.append_op(type=OPERATOR, inputs={"X@VECTOR": list(variables)}, outputs={"Out": done})
 

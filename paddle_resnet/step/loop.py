@@ -2,6 +2,8 @@
 
 import contextlib
 from collections import namedtuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import paddle
@@ -12,7 +14,8 @@ from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
-from paddle_resnet.settings import durations
+from paddle_resnet.optimizers.schedules import Schedule
+from paddle_resnet.settings import durations, values
 from paddle_resnet.step import trace
 from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.step.metrics import (
@@ -30,7 +33,7 @@ from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.signals import Preempted
 
 
-def check_program(program):
+def check_program(program: Any) -> None:
     """Raise UsageError for a program that is not compiled, or whose first parameter has no value in the scope."""
     if isinstance(program, static.Program):
         raise UsageError("run: the program is not compiled; pass the result of compile_prog")
@@ -41,7 +44,18 @@ def check_program(program):
             raise UsageError(f"run: parameter {first.name} has no value; call exe.run(startup_prog) first")
 
 
-def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
+def run_and_save(
+    args: values.Settings,
+    dataloader: Any,
+    exe: static.Executor,
+    program: static.CompiledProgram,
+    fetchs: Mapping,
+    epoch: int,
+    mode: Mode,
+    lr_scheduler: Schedule | None,
+    save: Callable | None,
+    end_step: int | None = None,
+) -> dict:
     """Like program.run(), but also call `save(epoch, step)` every --save-interval-steps steps, unless save is None, and
     stop before step `end_step`, unless it is None. The next call continues the epoch. Here, each batch is a step, even
     with --accumulate-steps; only --save-interval-steps counts training steps.
@@ -126,12 +140,12 @@ class EpochRun:
         self._batches = iter(loader)
         self._trace = trace.start(program, self.first_step, self.end_step, args.resume)
 
-    def close(self):
+    def close(self) -> None:
         """Stop the trace of a pass that ends early."""
         if self._trace is not None:
             self._trace.stop()
 
-    def is_stopped(self, step):
+    def is_stopped(self, step: int) -> bool:
         """Return whether an evaluation must end early because a stop was requested. Ranks evaluate without
         synchronizing their steps, so they agree on the stop only in finish().
 
@@ -147,16 +161,16 @@ class EpochRun:
             self._is_stopped = exchange.stop_asked()
         return self._is_stopped
 
-    def is_save_due(self, step):
+    def is_save_due(self, step: int) -> bool:
         interval = self._args.save_interval_steps * self._batches_each_step
         return interval > 0 and step > self.first_step and step % interval == 0
 
-    def save(self, step, save):
+    def save(self, step: int, save: Callable) -> None:
         """Save a checkpoint between two steps."""
         with self._paused():
             save(self._epoch, step)
 
-    def is_check_due(self, step):
+    def is_check_due(self, step: int) -> bool:
         """Return whether to compare the parameters of several ranks before a step, which is every
         replicas.INTERVAL_STEPS training steps of the run, counted over all epochs. The parameters of a benchmark are
         not kept, so they are not compared."""
@@ -165,7 +179,7 @@ class EpochRun:
         done = 0 if self._lr_scheduler is None else self._lr_scheduler.last_epoch  # Paddle's name for the step count
         return done > 0 and done % replicas.INTERVAL_STEPS == 0 and step % self._batches_each_step == 0
 
-    def check_replicas(self, step):
+    def check_replicas(self, step: int) -> None:
         """Raise RunError between two steps if the ranks have different parameters."""
         with self._paused():
             watchdog.phase("comparison of parameters")
@@ -180,7 +194,7 @@ class EpochRun:
         self._enter_phase()
         self._clock.resume()
 
-    def prepare(self, step):
+    def prepare(self, step: int) -> None:
         """Start, continue or write the trace. If the measurement begins at step `step`, reset the meters and the
         clock."""
         if self._trace is not None:
@@ -193,7 +207,7 @@ class EpochRun:
                 meter.reset()
             self._clock.restart()
 
-    def next_batch(self, step):
+    def next_batch(self, step: int) -> Any:
         """Return the next batch, {name: tensor}, or None at the end of a loader without a length. In a benchmark,
         restart the loader at its end.
 
@@ -214,7 +228,7 @@ class EpochRun:
         watchdog.step(step)
         return batch[0]
 
-    def run_step(self, step, feed):
+    def run_step(self, step: int, feed: dict) -> None:
         """Dispatch a step, advance the schedule, and read the metrics of the previous step."""
         images = next(iter(feed.values())).shape()[0]
         updates_parameters = (step + 1) % self._batches_each_step == 0
@@ -229,7 +243,7 @@ class EpochRun:
         self._in_flight = _InFlight(step, images, lr, handles)
         self._clock.step_done(images)
 
-    def finish(self):
+    def finish(self) -> dict:
         """Read the last metrics, complete the loader's epoch if the pass has reached its end, reduce the metrics over
         all processes, and return the result of run_and_save.
 
@@ -289,13 +303,30 @@ class EpochRun:
             meter.update(np.asarray(handle), images)
         self._first_step_s = self._first_step_s or logger.elapsed_s()
         if self._mode is Mode.TRAIN:
-            _check_losses(self._args, self._meters["loss"], self._epoch, step, lr)
+            self._check_losses(step, lr)
         if step % self._args.print_interval == 0 and step >= self._measured_from:
             metrics = {name: meter.value for name, meter in self._averages().items()}
             metrics.update(self._clock.since_last_log())
             self._step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
         if progress.is_due():
             self._show_progress(step + 1, images, lr)
+
+    def _check_losses(self, step, lr):
+        """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
+
+        If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1.
+        Losses that are not finite do not count towards --max-bad-steps while the loss scale is above 1. The loss scale
+        is read only after a loss that is not finite, because reading the loss scale waits for the device.
+        """
+        args, loss = self._args, self._meters["loss"]
+        if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
+            loss.excuse_update()
+        if loss.bad_updates >= args.max_bad_steps:
+            raise RunError(
+                f"--max-bad-steps {args.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up to "
+                f"step {step} of epoch {self._epoch} with learning rate {lr}; resume from the last checkpoint with a "
+                "lower --lr, or check the images"
+            )
 
     def _show_progress(self, step, images, lr):
         """Display the mean metrics of the epoch so far and the current speed."""
@@ -323,23 +354,6 @@ class EpochRun:
         self._read()
         if self._args.device == "gpu":
             paddle.device.cuda.synchronize(processes.place(self._args.device))
-
-
-def _check_losses(args, loss, epoch, step, lr):
-    """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
-
-    If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. Losses
-    that are not finite do not count towards --max-bad-steps while the loss scale is above 1. The loss scale is read
-    only after a loss that is not finite, because reading the loss scale waits for the device.
-    """
-    if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
-        loss.excuse_update()
-    if loss.bad_updates >= args.max_bad_steps:
-        raise RunError(
-            f"--max-bad-steps {args.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up to step "
-            f"{step} of epoch {epoch} with learning rate {lr}; resume from the last checkpoint with a lower --lr, or "
-            "check the images"
-        )
 
 
 def _loss_scale():

@@ -1,14 +1,16 @@
 """The metrics of an epoch: aggregation over all processes, and the log."""
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paddle_resnet.job import exchange, watchdog
 from paddle_resnet.utils import confidence, label_metrics, logger
-from paddle_resnet.utils.meters import class_metrics, mean
+from paddle_resnet.utils.meters import ConfusionMeter, StepClock, class_metrics, mean
+from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.signals import Preempted
 
 
-def log_metrics(step, metrics, mode):
+def log_metrics(step: tuple[int, ...], metrics: dict, mode: Mode) -> None:
     """Log the metrics of a step, an epoch or a run. See program.log_info."""
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
     if "reliability" in metrics:
@@ -16,7 +18,7 @@ def log_metrics(step, metrics, mode):
     logger.log(step, {f"{mode.value}.{name}": value for name, value in numbers.items()})
 
 
-def over_all_processes(meters, clock, stopped):
+def over_all_processes(meters: dict, clock: StepClock, stopped: bool) -> dict:
     """Return metrics and times, aggregated over all processes on the host in float64. Each process returns the same
     values. Raise Preempted on all processes if `stopped` is true on one of them."""
     watchdog.phase("metric reduction")
@@ -46,7 +48,7 @@ def over_all_processes(meters, clock, stopped):
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
 
 
-def confusion_over_all_processes(meter):
+def confusion_over_all_processes(meter: ConfusionMeter) -> dict[str, np.ndarray]:
     """Return the confusion counts, summed over all processes, and top1 per class. A process sends one code and one
     count per pair of classes that occurred, padded to the largest number of pairs in a process."""
     codes, counts = meter.counts()
@@ -74,13 +76,13 @@ def multi_label_over_all_processes(meter: label_metrics.ScoreMeter) -> dict:
     rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}."""
     own = meter.rows()
     all_ranks = exchange.gather(own.tobytes())
-    rows = all_ranks and np.frombuffer(b"".join(all_ranks), np.float32).reshape(-1, own.shape[1])
+    rows = np.frombuffer(b"".join(all_ranks or []), np.float32).reshape(-1, own.shape[1])
     result = exchange.from_rank_0(lambda: label_metrics.evaluate(rows, meter.thresholds))
     result = {name: np.array(value) if isinstance(value, list) else value for name, value in result.items()}
-    return result | ({} if rows is None else {"scores": rows})
+    return result | ({} if all_ranks is None else {"scores": rows})
 
 
-def predictions_on_rank_0(labels, rows):
+def predictions_on_rank_0(labels: ArrayLike, rows: ArrayLike) -> dict[str, np.ndarray]:
     """On rank 0, return {"predictions": those of all processes}; on all other ranks, return {}. Shards are assigned in
     rank order, so the predictions are in the order of the data set."""
     own = np.column_stack([labels, rows])

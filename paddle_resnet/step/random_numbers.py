@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 
-def generator(seed, step, layer, rank):
+def generator(seed: int, step: int, layer: str, rank: int) -> np.random.Generator:
     """Return the random generator for a layer and a batch. The algorithm is Philox by Salmon et al., SC 2011.
 
     Args:

@@ -5,17 +5,20 @@ or not. Checkpoints do not contain host scalars, because their values are functi
 exception is the learning rate, which is part of Paddle's checkpoint format.
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import paddle
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.step import facts
 
 PREFIX = "host_scalar."  # prefix of the variables of host scalars; checkpoints omit these variables
 
 
-def declare(name, value_of, shape=(1,), dtype="float32"):
+def declare(name: str, value_of: Callable, shape: Sequence[int] = (1,), dtype: str = "float32") -> static.Variable:
     """Create a variable in the current program that the host writes before each step.
 
     Args:
@@ -41,7 +44,7 @@ class Writer:
 
     def __init__(self, program, place):
         self._scalars = facts.of(program).inputs
-        block = program.global_block()
+        block = graph.block(program)
         variables = {name: block.var(name) for name in self._scalars}
         self._types = {name: (convert_dtype(v.dtype), v.shape) for name, v in variables.items()}
         # Paddle's dropout reads its seed on the host. A seed on the GPU would make the host wait for a copy.

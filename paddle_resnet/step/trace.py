@@ -1,22 +1,25 @@
 """A trace of selected steps (--profile-steps) for the Chrome trace viewer (chrome://tracing) or Perfetto."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from paddle.profiler import Profiler, ProfilerTarget
 
 from paddle_resnet.job import processes
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.meters import StepClock
 
 
-def path(steps, output_dir):
+def path(steps: tuple[int, int] | None, output_dir: str) -> Path | None:
     """Return the path of this process's trace file, or None without --profile-steps."""
     if steps is None:
         return None
     return Path(output_dir) / "profile" / f"steps_{steps[0]}_{steps[1]}_rank{processes.rank()}.json"
 
 
-def check(steps, last_step):
+def check(steps: tuple[int, int] | None, last_step: int) -> None:
     """Check that the steps of --profile-steps are within the first pass over the loader, which ends before `last_step`.
 
     Raises:
@@ -26,7 +29,7 @@ def check(steps, last_step):
         raise _outside(steps, 0, last_step)
 
 
-def start(program, first_step, last_step, is_resume):
+def start(program: Any, first_step: int, last_step: int, is_resume: bool) -> "Trace | None":
     """Return the trace for a program's first pass over the loader. Later calls for the same program return None.
 
     Args:
@@ -84,7 +87,7 @@ class Trace:
         self._profiler = Profiler(targets=targets, on_trace_ready=lambda _: None)
         self._profiler.step_num = self._begin  # number of the first step in the trace
 
-    def before(self, step, drain, clock):
+    def before(self, step: int, drain: Callable, clock: StepClock) -> None:
         """Start, continue or write the trace. Call before() before each step, and once after the last step.
 
         Args:
@@ -108,7 +111,7 @@ class Trace:
             logger.info(f"trace of steps {self._begin} to {self._end - 1}: {self._path}")
         clock.resume()
 
-    def stop(self):
+    def stop(self) -> None:
         """Stop recording. If a pass ends within the traced steps and stop() is not called, Paddle continues to record
         and later crashes, because its recorder is not thread-safe."""
         if self._is_recording:

@@ -695,7 +695,7 @@ def test_gradient_that_another_operator_reads_is_computed(case, is_sum):
 def test_paddings_of_all_sides_are_top_bottom_left_right():
     with static.program_guard(static.Program(), static.Program()):
         nn.Conv2D(8, 8, 3, padding=[1, 2, 3, 4], data_format="NHWC")(images())
-        graph = fusion.Graph(static.default_main_program().global_block())
+        graph = fusion.Graph(static.default_main_program())
     assert fusion.padding(graph, graph.block.ops[0]) == ((1, 2), (3, 4))
 
 
