@@ -37,11 +37,13 @@ def start(args: values.Settings, mode: Mode = Mode.TRAIN) -> values.Settings:
     Returns:
         Settings, resolved and frozen; see resolution.resolve.
     Raises:
-        the errors of compat.check_version, fleet.connect, resolution.resolve and fleet.start.
+        the errors of compat.check_version, compat.use_pir, fleet.connect, resolution.resolve and fleet.start.
     """
     if _started_with is not None and _started_with in (args.resolved, args.run):
         return args.resolved
     compat.check_version()
+    if args.program_representation == "pir":
+        compat.use_pir()
     paddle.enable_static()
     fleet.connect(args.comm_timeout_s)
     args = resolution.resolve(args, mode)
@@ -161,7 +163,7 @@ def build(
 
 def compile_prog(
     args: values.Settings, program: static.Program, loss_name: str | None = None, is_train: bool = True
-) -> compilation.CompiledStep:
+) -> compilation.CompiledStep | compilation.PirStep:
     """Copy a program, fuse operators in the copy, and compile the copy for the Executor.
 
     Args:
@@ -170,7 +172,7 @@ def compile_prog(
         loss_name: ignored; Paddle 2.5 and newer do not need it.
         is_train: whether this is the training program.
     Returns:
-        step.compile.CompiledStep, which is a static.CompiledProgram.
+        step.compile.CompiledStep, which is a static.CompiledProgram; for a PIR program, step.compile.PirStep.
     Raises:
         UsageError: create_strategy fails; --cuda-graph true is explicit, but an operator cannot be captured; or the
             program was not built by build, and --optimizer or a regularizer cannot be used with it.

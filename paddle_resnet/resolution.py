@@ -64,8 +64,14 @@ def resolve_device(settings: values.Settings) -> None:
     a --config file may require a different device.
 
     Raises:
-        UsageError: --device is gpu, but Paddle cannot use a GPU.
+        UsageError: --device is gpu, but Paddle cannot use a GPU; or the job has several processes, which
+            --program-representation does not support.
     """
+    if settings.program_representation == "pir" and processes.world_size() > 1:
+        raise UsageError(
+            f"--program-representation pir: requires a single process, but this job has {processes.world_size()}; "
+            "start a single process, or use legacy"
+        )
     device = gpus.resolve(settings.device, processes.local_gpu(), processes.world_size() > 1)
     settings.resolve("machine", device=device)
     if settings.fuse_resunit:

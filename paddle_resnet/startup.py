@@ -13,7 +13,8 @@ def import_paddle(args: Settings) -> None:
     import Paddle and DALI, which takes seconds.
 
     Raises:
-        UsageError: a variable of the launcher, the network, --image-root or the version of Paddle cannot be used.
+        UsageError: a variable of the launcher, the network, --image-root or the version of Paddle cannot be used
+            (compat.check_version, compat.use_pir).
         RunError: Paddle or DALI cannot be imported.
     """
     check_environment()
@@ -29,6 +30,8 @@ def import_paddle(args: Settings) -> None:
         from paddle_resnet.machine import compat
 
         compat.check_version()
+        if args.program_representation == "pir":
+            compat.use_pir()
         from paddle_resnet import phases  # noqa: F401
     except ImportError as e:
         raise RunError(f"Paddle or DALI: cannot be imported ({e}); run {command('doctor')}") from e

@@ -97,7 +97,7 @@ OTHERS = {
     **{"lr_decay_by_layer": 1.0, "classifier_lr_factor": 1.0, "lr_decay_epochs": [30.0, 60.0, 80.0]},
     **{"lr_decay_factor": 0.1, "lr_power": 2.0, "lr_rise": 0.25, "lr_flat": 0.75, "amp_dtype": "float16"},
     **{"keep_checkpoints": 3, "checkpoint_commit": "rename", "dali_prefetch": 3, "hw_decoder_load": 0.9},
-    **{"amp_level": "O1", "cuda_graph": True, "comm_timeout_s": 600},
+    **{"amp_level": "O1", "program_representation": "legacy", "cuda_graph": True, "comm_timeout_s": 600},
 }
 IMAGES = of_kinds(*EVALUATED)[2:]
 

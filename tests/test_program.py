@@ -414,7 +414,9 @@ def test_epoch_loss_is_mean_over_images(parse):
 
 # An empty program that is passed to fake Executors, which do not execute programs.
 COMPILED = SimpleNamespace(
-    _program=static.Program(), write_scalars=lambda: None, captured=None, trace=None, accumulating=None
+    **{"_program": static.Program(), "write_scalars": lambda: None, "captured": None, "trace": None},
+    step=lambda exe, variables: partial(exe.run, None, fetch_list=variables),
+    accumulating=None,
 )
 
 
@@ -981,7 +983,7 @@ def test_batch_may_contain_additional_feeds(parse, monkeypatch):
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
     feeds = building.feeds_of
     monkeypatch.setattr(
-        building, "feeds_of", lambda shape: feeds(shape) | {"weights": static.data("weights", [None, 3])}
+        building, "feeds_of", lambda *shape: feeds(*shape) | {"weights": static.data("weights", [None, 3])}
     )
     compiled, exe, fetchs, _, _ = build(args)
     for k in (0, 1):

@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.components import quantization
@@ -426,8 +427,7 @@ def variables(program: static.Program) -> tuple[dict[str, tuple[int, ...]], dict
     }
     for var in saved(program):
         if var.name not in elsewhere:
-            is_parameter = isinstance(var, paddle.base.framework.Parameter)
-            (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
+            (parameters if graph.is_parameter(var) else others)[var.name] = _shape(_tensor(var.name).shape())
     return parameters, others
 
 

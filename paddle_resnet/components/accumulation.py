@@ -61,7 +61,7 @@ def add(step: "StepBuilder") -> None:
         if op.attr("op_role") & graph.BACKWARD and op.type not in skipped:
             last |= dict.fromkeys((name for name in op.output_arg_names if name in gradients), i)
     for name, i in sorted(last.items(), key=lambda item: -item[1]):
-        _add_sum(block, graph.block(step.startup), block.var(name), i + 1)
+        _add_sum(block, graph.block(step.startup), name, i + 1)
     graph.sync(block)
 
 
@@ -75,13 +75,14 @@ def state(step: "StepBuilder") -> "State | None":
     return State({name.removeprefix(PREFIX): name for name in names}, None) if names else None
 
 
-def _add_sum(block, startup_block, gradient, i):
+def _add_sum(block, startup_block, name, i):
     """Create the sum of a gradient, and insert operators at position i that add the sum to the gradient and then reset
     the sum."""
     from paddle_resnet import graph
 
+    gradient = block.var(name)
     for place in (block, startup_block):
-        total = graph.float32(place, PREFIX + gradient.name, gradient.shape, persistable=True)
+        total = graph.float32(place, PREFIX + name, gradient.shape, persistable=True)
     zero = {"shape": gradient.shape, "value": 0.0, "dtype": total.dtype}
     startup_block.append_op(type="fill_constant", outputs={"Out": total}, attrs=zero)
     wide, at = gradient, itertools.count(i)
@@ -90,7 +91,7 @@ def _add_sum(block, startup_block, gradient, i):
         graph.insert(block, next(at), op_type, inputs, {"Out": out}, graph.BACKWARD, **attrs)
 
     if gradient.dtype != total.dtype:
-        wide = graph.float32(block, f"{gradient.name}.float32", gradient.shape)
+        wide = graph.float32(block, f"{name}.float32", gradient.shape)
         insert("cast", {"X": gradient}, wide, **graph.cast_types(gradient, wide))
     insert("elementwise_add", {"X": wide, "Y": total.name}, wide, axis=-1)
     if wide is not gradient:
@@ -98,13 +99,12 @@ def _add_sum(block, startup_block, gradient, i):
     insert("fill_constant", {}, total.name, **zero)
 
 
-def without_update(program: "static.Program") -> "static.Program":
-    """Create the accumulating program from a training program that add() has changed, and return it. The training
-    program is copied, not modified. The accumulating program adds its gradients to the sums and updates the BN
-    statistics and the ranges of --qat, but not the parameters."""
+def remove_update(program: "static.Program") -> None:
+    """Change a copy of a training program that add() has changed into the accumulating program, in place. The
+    accumulating program adds its gradients to the sums and updates the BN statistics and the ranges of --qat, but not
+    the parameters."""
     from paddle_resnet import graph
 
-    program = program.clone()
     block, communication = graph.block(program), _communication()
     removed, sums = [], {}  # {float32 gradient: its sum}
     for op in block.ops:
@@ -118,4 +118,3 @@ def without_update(program: "static.Program") -> "static.Program":
             removed.append(op)
     graph.remove(block, removed)
     graph.sync(block)
-    return program

@@ -110,7 +110,7 @@ def _add_paddle(step, is_due, alpha):
         slow, parameter, exact = (block.var(variable) for variable in (name + SUFFIX, name, value))
         append("lerp", {"X": slow, "Y": exact, "Weight": weight}, slow)
         append("lerp", {"X": exact, "Y": slow, "Weight": is_due}, exact)
-        if exact is not parameter:
+        if name != value:
             append("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
 
 

@@ -213,11 +213,6 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return batch
 
 
-def feeds(program: static.Program) -> dict[str, static.Variable]:
-    """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
-    return {v.name: v for v in graph.block(program).vars.values() if v.is_data}
-
-
 def adapted(loader: Any, program: static.CompiledProgram) -> Any:
     """Return the loader itself if it has the interface that this module defines; otherwise, wrap the loader in an
     Adapter."""
@@ -229,8 +224,8 @@ class Adapter:
     epoch.
 
     Args:
-        loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). The loader may reuse the
-            memory of a tensor after the last reference to the tensor has been deleted.
+        loader: an iterable of `[{name: array or tensor}]`, with the names of graph.feeds(program). The loader may
+            reuse the memory of a tensor after the last reference to the tensor has been deleted.
         program: compiled program that receives the batches.
     Raises:
         UsageError: raised during iteration if the loader yields no batches or a batch does not match the program.
@@ -241,7 +236,7 @@ class Adapter:
     def __init__(self, loader: Any, program: static.CompiledProgram):
         self._loader = loader
         self._inputs = {
-            name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in feeds(program._program).items()
+            name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in graph.feeds(program._program).items()
         }
 
     def __len__(self):

@@ -4,12 +4,16 @@ Other modules read operators and variables, and add them, with the public method
 They change a program with the functions of this module, and search it with index.Graph.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import paddle
 from paddle import static
+from paddle.base import framework
 from paddle.base.framework import Block, Operator
+from paddle.utils import unique_name
 
 _OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole  # pyright: ignore[reportAttributeAccessIssue]
 # Roles of operators. An operator may have several roles, such as BACKWARD | LOSS.
@@ -17,10 +21,101 @@ FORWARD, BACKWARD, OPTIMIZE, SCHEDULE, LOSS = (
     int(role) for role in (_OpRole.Forward, _OpRole.Backward, _OpRole.Optimize, _OpRole.LRSched, _OpRole.Loss)
 )
 
+_PIR_PROGRAM = getattr(getattr(paddle, "pir", None), "Program", ())  # Paddle 2.6 has no public class of PIR programs
+
+
+def is_legacy(program: Any) -> bool:
+    """Return whether a program is a legacy program and not a PIR program of Paddle 3."""
+    return not isinstance(program, _PIR_PROGRAM)
+
 
 def block(program: static.Program) -> Block:
-    """Return the block of a program that contains its operators."""
-    return program.global_block()
+    """Return the block of a program that contains its operators: for a PIR program, a pir.Block."""
+    if is_legacy(program):
+        return program.global_block()
+    from paddle_resnet.graph import pir
+
+    return cast(Block, pir.Block(program))
+
+
+def feeds(program: static.Program) -> dict[str, static.Variable]:
+    """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
+    if is_legacy(program):
+        return {v.name: v for v in program.global_block().vars.values() if v.is_data}
+    from paddle_resnet.graph import pir
+
+    return pir.feeds(program)
+
+
+def is_parameter(variable: Any) -> bool:
+    """Return whether a persistable variable is a parameter or a BN statistic of the network."""
+    if isinstance(variable, framework.Variable):
+        return isinstance(variable, framework.Parameter)
+    return bool(getattr(variable, "is_parameter", False))
+
+
+def operator(
+    name: str, op_type: str, inputs: dict, dtype: Any = None, stop_gradient: bool = False, **attrs: Any
+) -> static.Variable:
+    """Append an operator to the current program, and return its output "Out". Unlike functions of Paddle 3.3, this
+    function accepts variables of legacy programs.
+
+    Args:
+        name: start of the name of the output.
+        op_type, inputs, attrs: type, inputs and attributes of the operator.
+        dtype: type of the output; by default, the type of the input "X".
+        stop_gradient: whether the output has no gradient.
+    """
+    current = block(static.default_main_program())
+    out = current.create_var(
+        name=unique_name.generate(name), dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient
+    )
+    current.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
+    return written(out)
+
+
+def written(variable: Any) -> static.Variable:
+    """Return a variable that create_var has created and an operator has written, as an argument for Paddle's
+    functions."""
+    return variable if isinstance(variable, framework.Variable) else variable.value
+
+
+def global_variable(name: str, shape: Sequence[int], dtype: str) -> static.Variable:
+    """Create a persistable variable in the current program, which the startup program sets to 0."""
+    if is_legacy(static.default_main_program()):
+        variable = static.create_global_var(list(shape), 0, dtype, persistable=True, name=name)
+    else:
+        zero = paddle.nn.initializer.Constant(0.0)
+        create = paddle.pir.core.create_persistable_value  # pyright: ignore[reportAttributeAccessIssue]
+        variable = create(dtype, list(shape), name, initializer=zero)
+    variable.stop_gradient = True
+    return variable
+
+
+def minimize(optimizer: Any, loss: static.Variable, startup: static.Program) -> None:
+    """Add the backward pass and the update of an optimizer to the current program."""
+    if is_legacy(static.default_main_program()):
+        with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
+            optimizer.minimize(loss, startup)
+        return
+    from paddle_resnet.graph import pir
+
+    pir.minimize(optimizer, loss, startup, (BACKWARD | LOSS, BACKWARD, OPTIMIZE))
+
+
+def create_state(optimizer: Any, program: static.Program, parameters: list) -> None:
+    """Create the variables of an optimizer for parameters that it does not update."""
+    optimizer._create_accumulators(program.global_block(), parameters)
+
+
+def clone(program: static.Program) -> tuple[static.Program, Callable]:
+    """Return a copy of a program, and a function that returns the variable to fetch from the copy for a variable of the
+    program."""
+    if is_legacy(program):
+        return program.clone(), lambda variable: variable
+    from paddle_resnet.graph import pir
+
+    return pir.clone(program)
 
 
 def insert(
@@ -54,7 +149,7 @@ def replace(
 
 def remove(block: Block, ops: list[Operator]) -> None:
     """Remove operators. Call sync() after the last change of the block."""
-    for op in ops:
+    for op in reversed([*ops]):  # a PIR operator can be removed only after those that read its results
         block._remove_op(block.ops.index(op), sync=False)
 
 

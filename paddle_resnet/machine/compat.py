@@ -1,6 +1,7 @@
 """Hide differences between Paddle 2.6 and Paddle 3. If a difference disappears, tests/machine/test_compat.py fails.
 
-With both versions, the project builds legacy Programs (paddle_resnet/__init__.py sets `FLAGS_enable_pir_api=0`).
+With both versions, the project builds legacy programs (paddle_resnet/__init__.py sets `FLAGS_enable_pir_api=0`), unless
+--program-representation selects Paddle 3's PIR programs.
 Paddle's internal modules are imported inside functions, because an unsupported version may lack them.
 """
 
@@ -41,10 +42,12 @@ _HARMFUL_FLAGS = {
 
 def check_version(version: str = paddle.__version__) -> None:
     """Check that the version of Paddle is supported, that Paddle builds legacy programs, and that no flag of Paddle
-    makes these programs fail. Warn, once per process, if the version is newer than the tested ones.
+    makes these programs fail. Warn, once per process, if the version is newer than the tested ones. If an earlier
+    command in this process has called use_pir, switch Paddle to legacy programs again.
 
     Raises:
-        UsageError: the version is not supported, Paddle builds PIR programs, or such a flag is set.
+        UsageError: the version is not supported, Paddle builds PIR programs although use_pir has not been called, or
+            such a flag is set.
     """
     numbers = _numbers(version)
     if numbers < HIGHEST and not (numbers[:2] == LOWEST[:2] and numbers >= LOWEST):
@@ -57,7 +60,9 @@ def check_version(version: str = paddle.__version__) -> None:
         )
     if is_newer_than_tested(version):
         _warn_of_newer_version(version)
-    if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
+    if _uses_pir:
+        leave_pir()
+    if builds_pir():
         raise UsageError(
             f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer and sparsity; "
             f"unset {_PIR}, and import paddle_resnet before Paddle (see docs/paddle3.md)"
@@ -85,13 +90,42 @@ def _warn_of_newer_version(version):
     )
 
 
+def builds_pir() -> bool:
+    """Return whether Paddle builds PIR programs."""
+    return IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]
+
+
 def leave_pir() -> None:
     """Switch Paddle 3 to legacy programs after Paddle has been imported, as Paddle's OldIrGuard does."""
-    if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
+    if builds_pir():
         from paddle import pir_utils
 
         paddle.set_flags({_PIR: False})
         pir_utils._switch_to_old_ir_()
+
+
+_uses_pir = False
+
+
+def use_pir() -> None:
+    """Make Paddle build PIR programs, as Paddle's IrGuard does (--program-representation pir), until check_version or
+    leave_pir is called.
+
+    Raises:
+        UsageError: this version of Paddle has no PIR programs.
+    """
+    global _uses_pir
+    if not IS_PADDLE_3:
+        raise UsageError(
+            f"--program-representation pir: requires Paddle {'.'.join(map(str, HIGHEST))} or newer, but this is Paddle "
+            f"{paddle.__version__}; use --program-representation legacy, or install the newer version"
+        )
+    _uses_pir = True
+    if not builds_pir():
+        from paddle import pir_utils
+
+        paddle.set_flags({_PIR: True})
+        pir_utils._switch_to_pir_()
 
 
 # Type of the all-reduce operator that Fleet inserts for gradients. In Paddle 3, this operator has no attribute

@@ -33,16 +33,11 @@ def dropout(x: static.Variable, rate: float, seed: static.Variable) -> static.Va
     mask = block.create_var(name=f"{name}.mask", dtype="uint8", stop_gradient=True)
     attrs = {"dropout_prob": rate, "is_test": False, "dropout_implementation": "upscale_in_train"}
     block.append_op(type="dropout", inputs={"X": x, "Seed": seed}, outputs={"Out": out, "Mask": mask}, attrs=attrs)
-    return out
+    return graph.written(out)
 
 
 def _append(op_type, inputs, **attrs):
-    """Append an operator to the current program and return its output. Unlike functions of Paddle 3.3, this function
-    accepts variables of legacy programs."""
-    block = graph.block(static.default_main_program())
-    out = block.create_var(name=unique_name.generate(f"{op_type}.out"), dtype=inputs["X"].dtype)
-    block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
-    return out
+    return graph.operator(f"{op_type}.out", op_type, inputs, **attrs)
 
 
 def sigmoid(x: static.Variable) -> static.Variable:
@@ -156,11 +151,9 @@ class DropPath(nn.Layer):
     def forward(self, x: static.Variable) -> static.Variable:
         if not self.rate:
             return x
-        block = graph.block(static.default_main_program())
         places = list(range(1, len(x.shape)))
-        ones = block.create_var(name=unique_name.generate("drop_path.ones"), dtype=x.dtype, stop_gradient=True)
         first = paddle.slice(x, places, [0] * len(places), [1] * len(places))
-        block.append_op(type="fill_any_like", inputs={"X": first}, outputs={"Out": ones}, attrs={"value": 1.0})
+        ones = graph.operator("drop_path.ones", "fill_any_like", {"X": first}, stop_gradient=True, value=1.0)
         factors = dropout(ones, self.rate, self.seed)
         return x * factors
 

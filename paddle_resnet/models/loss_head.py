@@ -17,7 +17,6 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import static
-from paddle.utils import unique_name
 
 from paddle_resnet import graph
 
@@ -216,13 +215,7 @@ def _first_class(logits, order):
 
 
 def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
-    """Append an operator that has one output, and return this output. Many functions of Paddle 3 cannot replace this
-    function, because they reject legacy variables."""
-    block = graph.block(static.default_main_program())
-    name = unique_name.generate(f"{SCOPE}.{op_type}")
-    out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)
-    block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
-    return out
+    return graph.operator(f"{SCOPE}.{op_type}", op_type, inputs, dtype, stop_gradient, **attrs)
 
 
 def _cast(x, dtype):

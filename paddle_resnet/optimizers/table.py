@@ -70,7 +70,9 @@ def _momentum(rate, decay, decayed, momentum, nesterov):
     from paddle import static
     from paddle.regularizer import L2Decay
 
-    for parameter in static.default_main_program().all_parameters():
+    from paddle_resnet import graph
+
+    for parameter in graph.block(static.default_main_program()).all_parameters():
         if parameter.name not in decayed and parameter.regularizer is None:
             parameter.regularizer = L2Decay(0.0)  # override the optimizer's regularizer
     return paddle.optimizer.Momentum(rate, momentum, use_nesterov=nesterov, weight_decay=L2Decay(decay))
@@ -172,7 +174,7 @@ def _kinds(program):
     for op in graph.block(program).ops:
         for name in op.input_arg_names:
             readers.setdefault(name, []).append(op)
-    for parameter in program.all_parameters():
+    for parameter in graph.block(program).all_parameters():
         types = {op.type for op in _first_combinations(readers, parameter.name)}
         is_vector = sum(size != 1 for size in parameter.shape) <= 1
         if is_vector and types & FACTORS:

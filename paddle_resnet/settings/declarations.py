@@ -94,9 +94,9 @@ ORDER = (
     "use-dynamic-loss-scaling use-pure-fp16 asp prune-model mask-algo fuse-resunit save-interval "
     "save-interval-steps keep-checkpoints patience checkpoint-commit model-prefix eval-interval tta image-root "
     "data-format skip-list allow-empty-classes allow-one-class allow-outside dali-device dali-num-threads "
-    "dali-prefetch hw-decoder-load device kernels cuda-graph enable-cpu-affinity comm-timeout-s output-dir "
-    "inference-dir report-file tensorboard-dir report-html predictions print-interval show-config verbose "
-    "print-config benchmark benchmark-steps benchmark-warmup-steps profile-steps"
+    "dali-prefetch hw-decoder-load device kernels program-representation cuda-graph enable-cpu-affinity "
+    "comm-timeout-s output-dir inference-dir report-file tensorboard-dir report-html predictions print-interval "
+    "show-config verbose print-config benchmark benchmark-steps benchmark-warmup-steps profile-steps"
 )
 
 

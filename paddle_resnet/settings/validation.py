@@ -23,6 +23,9 @@ ONE_LABEL = ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
 # Origins of the values that override values of a file or a recipe.
 HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
+# {flag: value that PIR programs do not support}. Without a GPU, --cuda-graph and its value have no effect.
+_NOT_IN_PIR = {"amp": True, "asp": True, "qat": True, "kernels": "native"}
+
 
 def check(settings: values.Settings) -> None:
     """Check the flags that a run can inherit or choose, after all values have been inherited, chosen and derived.
@@ -201,6 +204,7 @@ def _conflicts_of_settings(settings):
             yield from _conflicts_within(settings, module)
     yield from _conflicts_of_multi_label(settings)
     yield from _conflicts_of_stages(settings)
+    yield from _conflicts_of_representation(settings)
     if 0 < settings.crop_size <= settings.crop_padding:
         yield Conflict(
             f"--crop-padding {settings.crop_padding}: not below --crop-size {settings.crop_size}, so crops could "
@@ -277,6 +281,19 @@ def _are_default_epochs(settings):
     name = "lr_decay_epochs"
     is_set = settings.origin(name) != "default" and _own_rank(settings, name) >= _own_rank(settings, "iter_unit")
     return settings.lr_decay_epochs == DEFAULTS[name] and not is_set
+
+
+def _conflicts_of_representation(settings):
+    """With --program-representation pir, yield a Conflict for each flag whose feature PIR programs lack."""
+    if settings.program_representation == "legacy":
+        return
+    for name, value in _NOT_IN_PIR.items():
+        if getattr(settings, name) == value:
+            yield Conflict(
+                f"--program-representation pir: not supported with {argument(settings, name)}; remove one of them",
+                ("program_representation", name),
+                ("program_representation", name),
+            )
 
 
 def _conflicts_of_budget(settings):
@@ -388,6 +405,12 @@ def _conflicts_of_stages(settings):
 
 
 def _conflicts_of_device(settings):
+    if settings.program_representation == "pir" and settings.device == "gpu":
+        yield Conflict(
+            "--program-representation pir: requires a CPU, but this run is on a GPU; use --device cpu",
+            ("program_representation",),
+            ("device",),
+        )
     if settings.amp and settings.device == "cpu":
         yield Conflict(
             f"--amp: requires a GPU, but this run is on the CPU, which has no {settings.amp_dtype} kernels; use --amp "

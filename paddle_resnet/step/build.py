@@ -1,7 +1,6 @@
 """Build the training and evaluation programs."""
 
 import contextlib
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,15 +146,15 @@ def _set_up_layers(step, bn_momentum, frozen):
 def _minimize(args, step):
     """Add the backward pass and the update to a training program, and return the optimizer."""
     own_optimizer = table.build_optimizer(step.part(optimizer.Settings), step.schedule)
-    wrapped = wrap_optimizer(args, own_optimizer)
-    if step.frozen:
+    is_legacy = graph.is_legacy(step.main)
+    wrapped = wrap_optimizer(args, own_optimizer) if is_legacy else own_optimizer  # Fleet does not support PIR
+    if step.frozen and is_legacy:
         parts.stop_gradients(step.main)
     sparsity.prepare(step)
-    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
-        wrapped.minimize(step.loss, step.startup)
+    graph.minimize(wrapped, step.loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
-    own_optimizer._create_accumulators(graph.block(step.main), step.frozen)
+    graph.create_state(own_optimizer, step.main, step.frozen)
     sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)

@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from typing import Any
 
+import numpy as np
 from paddle import static
 
 from paddle_resnet import graph
@@ -41,7 +42,32 @@ class CompiledStep(static.CompiledProgram):
         self.source, self.write_scalars = source, scalars.Writer(program, place)
         self.captured: cuda_graph.CapturedStep | None = None
         self.trace: trace.Trace | None = None
-        self.accumulating: CompiledStep | None = None
+        self.accumulating: CompiledStep | PirStep | None = None
+
+    def step(self, exe, variables):
+        """Return a function that runs a step and fetches variables. Its arguments are those of Executor.run."""
+        return functools.partial(exe.run, self, fetch_list=variables)
+
+
+class PirStep:
+    """Like CompiledStep, for a PIR program, which the Executor compiles when it first runs.
+
+    Args:
+        variable_of: function that returns the variable of the program for a variable of `source`.
+    """
+
+    def __init__(self, program, source, place, variable_of):
+        self._program, self._variable_of = program, variable_of
+        self.source, self.write_scalars = source, scalars.Writer(program, place)
+        self.captured = None
+        self.trace: trace.Trace | None = None
+        self.accumulating: CompiledStep | PirStep | None = None
+
+    def step(self, exe, variables):
+        """Return a function that runs a step and fetches variables. Its arguments are those of Executor.run. The next
+        step would overwrite the tensors that the Executor returns, so the function returns copies."""
+        run = functools.partial(exe.run, self._program, fetch_list=[*map(self._variable_of, variables)])
+        return lambda **arguments: [np.array(tensor) for tensor in run(**arguments)]
 
 
 def build_strategy(args: values.Settings, is_train: bool) -> Any:
@@ -58,16 +84,14 @@ def build_strategy(args: values.Settings, is_train: bool) -> Any:
     return strategy
 
 
-def compile_step(args: values.Settings, program: static.Program, is_train: bool) -> CompiledStep:
-    """Return the CompiledStep of a program, which is not modified. See program.compile_prog."""
+def compile_step(args: values.Settings, program: static.Program, is_train: bool) -> CompiledStep | PirStep:
+    """Return the CompiledStep or PirStep of a program, which is not modified. See program.compile_prog."""
     processes.check_resolved(args.device)
     if facts.of(program).optimizer is None:
         _check_rule(args.optimizer, program)
-    compiled = _compile(args, program, program, is_train)
+    compiled = _compile(args, program, is_train)
     if is_train and args.accumulate_steps > 1:
-        accumulating = accumulation.without_update(program)
-        facts.share(program, accumulating)
-        compiled.accumulating = _compile(args, accumulating, program, is_train)
+        compiled.accumulating = _compile(args, program, is_train, accumulation.remove_update)
     return compiled
 
 
@@ -82,9 +106,15 @@ def _check_rule(name, program):
         )
 
 
-def _compile(args, original, source, is_train):
-    program = original.clone()
-    facts.share(original, program)
+def _compile(args, source, is_train, change=lambda program: None):
+    """Return the compiled step of a copy of a program to which `change` has been applied."""
+    program, variable_of = graph.clone(source)
+    facts.share(source, program)
+    change(program)
+    place = processes.place(args.device)
+    if not graph.is_legacy(program):
+        statistics.keep_statistics_finite(program)
+        return _traced(args, PirStep(program, source, place, variable_of), is_train)
     if args.device == "cpu" and args.data_layout == "NCHW":
         _use_onednn(program)
     if args.kernels == "native":
@@ -97,15 +127,19 @@ def _compile(args, original, source, is_train):
     strategy = build_strategy(args, is_train)
     if any(_is_broadcast_addition(program, op) for op in graph.block(program).ops):
         strategy.fuse_elewise_add_act_ops = False
-    place = processes.place(args.device)
-    compiled = CompiledStep(program, strategy, source, place)
-    if args.profile_steps is not None and is_train == args.run_scope.trains:
-        compiled.trace = trace.Trace(args.profile_steps, trace.path(args.profile_steps, args.output_dir), args.device)
+    compiled = _traced(args, CompiledStep(program, strategy, source, place), is_train)
     if args.kernels == "native":
         is_explicit = args.is_explicit("cuda_graph")
         untested = cuda_graph.untested_operators(program, args.cuda_graph, is_explicit)
         if untested is not None:
             compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, is_explicit)
+    return compiled
+
+
+def _traced(args, compiled, is_train):
+    """Return a compiled step, with a trace of its first pass over the loader if --profile-steps requires one."""
+    if args.profile_steps is not None and is_train == args.run_scope.trains:
+        compiled.trace = trace.Trace(args.profile_steps, trace.path(args.profile_steps, args.output_dir), args.device)
     return compiled
 
 
@@ -164,8 +198,11 @@ def fused_operators(device: str, compiled: CompiledStep) -> dict[str, int]:
         device: "cpu" or "gpu".
         compiled: result of compile_prog; the Executor reuses the compilation.
     Returns:
-        {operator: count} for Paddle's fused operators (fused_...) and custom operators (native_...).
+        {operator: count} for Paddle's fused operators (fused_...) and custom operators (native_...). PIR programs have
+        none.
     """
+    if isinstance(compiled, PirStep):
+        return {}
     compiled._compile(static.global_scope(), processes.place(device))
     types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
     return {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}

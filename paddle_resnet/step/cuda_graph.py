@@ -19,7 +19,6 @@ from paddle import static
 from paddle.device.cuda.graphs import CUDAGraph
 
 from paddle_resnet import graph
-from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange
 from paddle_resnet.machine import compat
 from paddle_resnet.step import host_metrics
@@ -312,7 +311,7 @@ def _split(program):
     block = graph.block(copy)
     async_copy = next(op for op in block.ops if op.type == host_metrics.OPERATOR)
     metrics = [block.var(name) for name in async_copy.input_arg_names]
-    feeds = list(iterators.feeds(copy))
+    feeds = list(graph.feeds(copy))
     graph.remove(block, [async_copy])
     graph.sync(block)
     # Persistable variables of different programs share a tensor if they have the same name. Therefore, a number makes

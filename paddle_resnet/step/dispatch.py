@@ -36,7 +36,7 @@ class Dispatcher:
         self._write_scalars = program.write_scalars
         self.inputs = {}
         if not is_native:
-            run = functools.partial(exe.run, program, fetch_list=variables)
+            run = program.step(exe, variables)
             self._run = functools.partial(_fetch, run, class_num)
             return
         if not any(op.type == host_metrics.OPERATOR for op in graph.block(program._program).ops):

@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints import replicas
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.data import iterators
@@ -37,7 +38,7 @@ def check_program(program: Any) -> None:
     """Raise UsageError for a program that is not compiled, or whose first parameter has no value in the scope."""
     if isinstance(program, static.Program):
         raise UsageError("run: the program is not compiled; pass the result of compile_prog")
-    first = next(iter(program._program.all_parameters()), None)
+    first = next(iter(graph.block(program._program).all_parameters()), None)
     if first is not None:
         variable = static.global_scope().find_var(first.name)
         if variable is None or not variable.get_tensor()._is_initialized():

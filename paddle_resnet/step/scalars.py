@@ -28,8 +28,7 @@ def declare(name: str, value_of: Callable, shape: Sequence[int] = (1,), dtype: s
     Returns:
         the variable.
     """
-    variable = static.create_global_var(list(shape), 0, dtype, persistable=True, name=PREFIX + name)
-    variable.stop_gradient = True
+    variable = graph.global_variable(PREFIX + name, shape, dtype)
     facts.of(static.default_main_program()).inputs[variable.name] = value_of
     return variable
 

@@ -198,6 +198,7 @@ UNCHANGED = {
     "fuse_resunit": "has no effect: tests/test_program.py",
     "hw_decoder_load": "requires a GPU; see GPU_FLAGS and tests/test_gpu.py",
     "device": "argument of run.py",
+    "program_representation": "requires Paddle 3 and a CPU: see PIR_FLAGS",
     "cuda_graph": "requires a GPU, on which it is the default: see GPU_FLAGS",
     "enable_cpu_affinity": "binds to the CPU cores of a GPU: tests/utils/test_affinity.py",
     "comm_timeout_s": "only limits waits: tests/job/test_monitor.py",
@@ -208,6 +209,17 @@ UNCHANGED = {
     "benchmark_steps": "set with --benchmark",
     "benchmark_warmup_steps": "set with --benchmark",
 }
+
+# With Paddle 3, on a CPU and in a single process, every second row also has these flags, unless it has one of the
+# values in NOT_IN_PIR, with which they conflict.
+PIR_FLAGS = ["--program-representation", "pir"]
+NOT_IN_PIR = {"layout": ["NHWC native"], "qat": ["on"], "sparsity": ["mask_1d", "mask_2d_greedy", "mask_2d_best"]}
+
+
+def has_pir(number, values):
+    """Return whether a row has PIR_FLAGS with Paddle 3, on a CPU and in a single process."""
+    return number % 2 == 1 and not any(values[axis] in excluded for axis, excluded in NOT_IN_PIR.items())
+
 
 # On a GPU, a row also has these flags and a value of each of GPU_AXES. In NHWC, kernels are native and steps are
 # captured by default. --hw-decoder-load 0: if several processes share a GPU, some of them may not get a hardware

@@ -41,7 +41,7 @@ import few_blocks
 from paddle_resnet.data import decoding
 from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
-from axes import AXES, GPU_AXES, GPU_FLAGS, gpu_values
+from axes import AXES, GPU_AXES, GPU_FLAGS, PIR_FLAGS, gpu_values, has_pir
 from paddle_resnet import budget, export, models, predict
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat
@@ -175,6 +175,8 @@ class Row:
             flags += GPU_FLAGS
             for axis, value in gpu_values(self.number, self.values).items():
                 flags += GPU_AXES[axis][value]
+        elif compat.IS_PADDLE_3 and processes.world_size() == 1 and has_pir(self.number, self.values):
+            flags += PIR_FLAGS
         for axis in only:
             flags += AXES[axis][self.values[axis]]
         return [flag.format_map(places) for flag in flags]

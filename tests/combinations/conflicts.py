@@ -5,7 +5,7 @@ All combinations of axis values that are not in PAIRS must work.
 
 from typing import NamedTuple
 
-from axes import AXES
+from axes import AXES, PIR_FLAGS
 
 
 class Pair(NamedTuple):
@@ -158,6 +158,16 @@ FLAGS = [
     Flags("--amp", ("--amp", "on the CPU")),
     Flags("--dali-device gpu", ("--dali-device gpu", "on the CPU")),
     Flags("--kernels native", ("--kernels native", "--data-layout NHWC")),
+    # Program representation
+    *(
+        Flags(" ".join([*PIR_FLAGS, flags]), ("--program-representation pir", name))
+        for flags, name in (
+            ("--amp", "--amp"),
+            ("--asp --prune-model", "--asp"),
+            ("--qat", "--qat"),
+            ("--data-layout NHWC --kernels native", "--kernels native"),
+        )
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ import axes
 import conflicts
 import generate
 from conftest import ROOT
+from paddle_resnet.machine import compat
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings.declarations import ACTIONS
 from paddle_resnet.settings.values import flag_name
@@ -71,6 +72,15 @@ def run(*arguments, timeout):
 @pytest.mark.timeout(1000)
 def test_rows_and_conflicts():
     run("--processes", len(os.sched_getaffinity(0)), "--limit-s", 900, timeout=950)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(not compat.IS_PADDLE_3, reason="Paddle 2.6 has no PIR programs")
+def test_rows_with_pir_programs():
+    rows = [str(number) for number, values in enumerate(generate.read()) if axes.has_pir(number, values)]
+    flags = ["--processes", len(os.sched_getaffinity(0)), "--row-limit-s", 200, "--limit-s", 1200]
+    run("--rows", ",".join(rows), *flags, timeout=1250)
 
 
 @pytest.mark.soak

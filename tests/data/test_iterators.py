@@ -118,11 +118,11 @@ def test_loader_state_with_wrong_step_is_an_error(parse, photos, step, problem):
 
 def test_images_of_classes_are_counted_without_invalid_labels():
     loader = ShardIterator.__new__(ShardIterator)
-    loader.classes = ["a", "b", "c", "d"]
+    classes = ["a", "b", "c", "d"]
     for labels, expected in (([2, 0, -1, 4, 2, -9, 70], [1, 0, 2, 0]), ([3], [0, 0, 0, 1]), ([], [0] * 4)):
-        loader._data_set = SimpleNamespace(labels=np.array(labels, np.int64))
+        loader._data_set = data_set.DataSet("folder", 3, classes, None, "", labels=np.array(labels, np.int64))
         assert loader.class_images.tolist() == expected
-    loader._data_set = SimpleNamespace(labels=None)
+    loader._data_set = data_set.DataSet("folder", 3, classes, None, "")
     assert loader.class_images is None
 
 
@@ -137,7 +137,7 @@ def test_images_of_classes_are_counted_without_invalid_labels():
 )
 def test_errors_of_a_pipeline_name_the_image(monkeypatch, path, problem, data_format, message):
     calls, loader = [], ShardIterator.__new__(ShardIterator)
-    loader._data_set, loader._image_root = SimpleNamespace(data_format=data_format), "root"
+    loader._data_set, loader._image_root = data_set.DataSet(data_format, 3, [], None, ""), "root"
     found = path, "cannot be decoded"
     monkeypatch.setattr(iterators.bad_images, "bad_image", lambda *arguments: calls.append(arguments) or found)
     monkeypatch.setattr(iterators.bad_images, "reader_problem", lambda text: calls.append(text) or problem)

@@ -288,6 +288,7 @@ def test_programs_use_no_functions_that_reject_legacy_variables():
     uses = {
         str(path.relative_to(ROOT)): rejecting_calls(path.read_text()) for path in ROOT.glob("paddle_resnet/**/*.py")
     }
+    del uses["paddle_resnet/graph/pir.py"]  # it does not build legacy programs
     # compat.py replaces paddle.any.
     assert {path: names for path, names in uses.items() if names} == {
         "paddle_resnet/machine/compat.py": ["paddle.any", "paddle.any"]

@@ -1,6 +1,7 @@
 """Dispatch of steps, with fake programs. test_host_metrics.py and test_cuda_graph.py dispatch real programs."""
 
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,12 @@ def program(events):
     """Return a fake compiled program that is not captured and contains an async copy."""
     block = SimpleNamespace(ops=[SimpleNamespace(type="other"), SimpleNamespace(type=host_metrics.OPERATOR)])
     inner = SimpleNamespace(global_block=lambda: block)
-    return SimpleNamespace(write_scalars=lambda: events.append("scalars"), captured=None, _program=inner)
+    return SimpleNamespace(
+        write_scalars=lambda: events.append("scalars"),
+        step=lambda exe, variables: partial(exe.run, "compiled", fetch_list=variables),
+        captured=None,
+        _program=inner,
+    )
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def test_labels_are_checked_if_a_step_fails(events, program, error, labels, clas
     else:
         with pytest.raises(DataError if is_data_error else error, match=NO_CLASS if is_data_error else "^step$"):
             step(feed)
-    assert events == ["scalars", ((program,), {"fetch_list": ["v"], "feed": feed, "return_numpy": False})]
+    assert events == ["scalars", (("compiled",), {"fetch_list": ["v"], "feed": feed, "return_numpy": False})]
 
 
 def test_program_without_async_copy_is_an_error(program, library):

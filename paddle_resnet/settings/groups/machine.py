@@ -25,6 +25,14 @@ class Settings:
         kind="machine",
         choices=["auto", "native", "paddle"],
     )
+    program_representation: str = flag(
+        "legacy",
+        "format of Paddle's programs; pir: Paddle 3's format, experimental, for one process on a CPU in float32 "
+        "(docs/paddle3.md)",
+        topic="machine",
+        kind="machine",
+        choices=["legacy", "pir"],
+    )
     cuda_graph: bool = flag(
         True,
         "capture a training step as a CUDA graph and replay it with one call; requires native kernels "
