@@ -455,7 +455,7 @@ def _without(argv, flags):
     return kept
 
 
-def _write_page(settings: output.Settings, device: str, argv: list, draw: Drawer | None) -> None:
+def _write_page(settings: output.Settings, device: str, argv: list, draw: Drawer | None = None) -> None:
     if settings.report_html is None or processes.rank() != 0:
         return
     from paddle_resnet.results import page
