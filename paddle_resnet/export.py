@@ -19,7 +19,7 @@ from paddle_resnet import graph
 from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
-from paddle_resnet.utils import exit_codes, files, label_metrics, locks, logger, numbers, outputs, signals
+from paddle_resnet.utils import confidence, exit_codes, files, label_metrics, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
 from paddle_resnet.utils.label_metrics import ScoreMeter
@@ -83,6 +83,7 @@ def export(
     calibration: Calibration | None = None,
     precision: str = "float32",
     allow_outside: bool = False,
+    temperature: str | None = None,
 ) -> dict[str, Any]:
     """Export a checkpoint as an inference network, without masks or optimizer state.
 
@@ -108,12 +109,14 @@ def export(
         precision: "float32" or "float16". In float16, the input, the output and the softmax remain float32, and Paddle
             can run the network only on a GPU.
         allow_outside: whether file lists of `verify` may contain files outside this folder.
+        temperature: "auto" to divide the logits by the temperature that minimizes the loss of the checkpoint on the
+            validation images of `verify`, or None. model.json contains it as confidence.Temperature.
     Returns:
         content of model.json.
     Raises:
         UsageError: the arguments conflict; the checkpoint (see networks.load_checkpoint) or a data set cannot be used;
             the output exists or cannot be written; a package for ONNX is missing; the network cannot be translated to
-            ONNX; or this version of Paddle is not supported.
+            ONNX; no temperature minimizes the loss; or this version of Paddle is not supported.
         RunError: the results of an exported network differ from those of the checkpoint by more than the tolerances.
             All written files are then removed.
         RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
@@ -121,6 +124,11 @@ def export(
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
     onnx = onnx or int8 is not None
+    if temperature is not None and verify is None:
+        raise UsageError(
+            f"--temperature {temperature}: requires a data set, whose validation images determine the temperature; add "
+            "--verify IMAGE_ROOT"
+        )
     for flag, root, mode in (
         ("--verify", verify, Mode.EVAL),
         ("--calibrate", calibration and calibration.image_root, Mode.TRAIN),
@@ -165,11 +173,18 @@ def export(
         raise UsageError("--int8: requires training images to determine activation ranges; add --calibrate IMAGE_ROOT")
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)
+    if temperature is not None and network.args.multi_label:
+        raise UsageError(f"--temperature {temperature}: not supported for multi-label networks; remove the flag")
+    original, tempered = None, {}
+    if temperature is not None:
+        original = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
+        original_score, tempered["temperature"] = _fit_temperature(original, verify, allow_outside)
+        network = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, precision=precision, **tempered)
     try:
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
             if int8 or (onnx and precision == "float16"):
-                folded = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, fold=True)
+                folded = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, fold=True, **tempered)
                 if int8:
                     onnx_files = _write_int8(folded, partial, int8, calibration)
                 else:
@@ -180,9 +195,12 @@ def export(
             description["files"] |= onnx_files
             _write_texts(description, partial)
             if verify is not None:
-                float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
+                float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name, **tempered)
                 device = "gpu" if precision == "float16" else "cpu"
                 score = _verify(float32, partial, verify, device, allow_outside)
+                if original is not None:
+                    _check_temperature(score, original_score, **tempered)
+                    float32, score = original, original_score
                 options = {"model_arch_name": model_arch_name, "as_evaluated": True}
                 _verify_recorded(
                     *(float32, score, verify, lambda: networks.load_checkpoint(checkpoint, **options), allow_outside)
@@ -349,6 +367,49 @@ def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     return {path.name: entry}
 
 
+def _fit_temperature(network, image_root, allow_outside=False):
+    """Fit a temperature to the validation images, and log its effect.
+
+    Args:
+        network: the checkpoint's Network, which takes normalized images as input.
+        image_root, allow_outside: see _verify.
+    Returns:
+        (result of _score, confidence.Temperature).
+    Raises:
+        UsageError: no temperature minimizes the loss, or see _score.
+        RunError: see _score.
+    """
+    batches = []
+    score = _score(network, network.model(logits=True), image_root, allow_outside=allow_outside, keep=batches.append)
+    logits, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+    if not np.isfinite(logits).all():
+        raise UsageError(
+            "--temperature auto: the network has logits that are not finite; choose a different checkpoint"
+        )
+    fitted = confidence.fit_temperature(logits, labels[:, 0])
+    if fitted is None:
+        lowest, highest = confidence.RANGE
+        raise UsageError(
+            f"--temperature auto: no temperature from {lowest:g} to {highest:g} minimizes the loss of the "
+            f"{score['images']} validation images in {image_root}, for example because all of them are classified "
+            "correctly; remove the flag, or use more validation images"
+        )
+    logger.info(
+        f"temperature {fitted.value:.6g}, from {fitted.images} validation images: ECE {fitted.ece_before:.6f} before, "
+        f"{fitted.ece_after:.6f} after ({fitted.bins} bins); loss {fitted.loss_before:.7g} before, "
+        f"{fitted.loss_after:.7g} after"
+    )
+    return score, fitted
+
+
+def _check_temperature(score, original_score, temperature):
+    """Raise RunError if the checkpoint's network with divided parameters classifies differently than without, or does
+    not have the loss for which the temperature was chosen."""
+    expected = original_score | {"loss": temperature.loss_after}
+    remedy = "set the network's attribute `last` to the layer that returns the logits"
+    _check_agreement("the network with the temperature", score, "the checkpoint's network", expected, remedy)
+
+
 def _verify(network, folder, image_root, device, allow_outside=False):
     """Evaluate the checkpoint and the exported networks on all validation images, and compare the results. The
     checkpoint and model.onnx run on the CPU.
@@ -450,7 +511,7 @@ def _is_half(network):
     return bool(network.meta["arguments"].get("dali_output_fp16"))
 
 
-def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
+def _score(network, model, image_root, as_evaluated=False, allow_outside=False, keep=None):
     """Evaluate a Model that also returns logits. Return {"images", "correct", "ties" (images whose two largest
     probabilities differ by less than TIE, QAT_TIE or HALF_TIE, depending on the model), "loss", "clipped_loss"
     (loss with EARLIER_CLIP)}.
@@ -464,6 +525,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         image_root, allow_outside: see _verify.
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
             --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
+        keep: function that is called with (logits [N, classes], labels [N, 1]) of each batch, or None.
     Raises:
         UsageError: the data set cannot be used.
         RunError: the model's probabilities are not the softmax or, if multi-label, the sigmoid of its logits.
@@ -503,6 +565,8 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
                 f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; use a different "
                 "version of the engine or a different checkpoint"
             )
+        if keep is not None:
+            keep((logits, labels))
         if args.multi_label:
             if mirrors:
                 expected = np.split(expected, 2)[0] / 2 + np.split(expected, 2)[1] / 2
@@ -645,7 +709,7 @@ def main(argv: list[str] | None = None) -> int:
         main={
             "What to export": ("checkpoint", "output", "--model-arch-name"),
             "What to write": ("--onnx", "--triton"),
-            "How to compute": ("--precision", "--uint8", "--int8", "--calibrate"),
+            "How to compute": ("--precision", "--uint8", "--int8", "--calibrate", "--temperature"),
             "How to check the export": ("--verify",),
         },
     )
@@ -663,6 +727,12 @@ def main(argv: list[str] | None = None) -> int:
         type=files.argument,
         metavar="IMAGE_ROOT",
         help="data set on which to compare exports with the checkpoint",
+    )
+    parser.add_argument(
+        "--temperature",
+        choices=["auto"],
+        help="divide the logits by the temperature that minimizes the loss on the validation images of --verify, so "
+        "that probabilities match accuracies; the most probable class does not change",
     )
     parser.add_argument(
         "--uint8",
@@ -726,7 +796,7 @@ def _main(args: argparse.Namespace):
     calibration = (
         None if args.calibrate is None else Calibration(args.calibrate, **chosen, allow_outside=args.allow_outside)
     )
-    names = ("onnx", "verify", "uint8", "triton", "model_arch_name", "precision", "allow_outside")
+    names = ("onnx", "verify", "uint8", "triton", "model_arch_name", "precision", "allow_outside", "temperature")
     flags = {name: getattr(args, name) for name in names}
     int8 = (args.int8_engine or "onnxruntime") if args.int8 else None
     description = export(args.checkpoint, args.output, **flags, int8=int8, calibration=calibration)

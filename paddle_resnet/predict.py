@@ -285,6 +285,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per classified image")
     parser.add_argument(
+        "--heat-map",
+        type=files.argument,
+        metavar="DIR",
+        help="new folder for heat maps, which show the regions that determined the most probable class; one JPEG file "
+        "per classified image; requires a checkpoint",
+    )
+    parser.add_argument(
         "--device",
         choices=["auto", "gpu", "cpu"],
         default="auto",
@@ -352,6 +359,7 @@ def _main(args: argparse.Namespace):
         raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark: measures random images; remove images, --csv and --json")
+    _check_heat_map(args)
     unused = ("batch_size", "dali_num_threads") if args.benchmark else ("benchmark_batches",)
     for name in unused:
         if (value := getattr(args, name)) is not None:
@@ -363,13 +371,13 @@ def _main(args: argparse.Namespace):
     if args.model_arch_name is not None:
         args.model_arch_name = registered_name(args.model_arch_name)
     paths = [] if args.benchmark or listener else find_images(args.images, sys.stdin)
-    _claim_csv(args, paths)
+    _claim_outputs(args, paths)
     with signals.importing_paddle():
         from paddle_resnet.machine import compat  # imported late, because importing Paddle takes seconds
 
         compat.check_version()
         from paddle_resnet.data import bad_images
-        from paddle_resnet.serving import image_files, inference
+        from paddle_resnet.serving import heat_maps, image_files, inference
 
     device = inference.resolve_device(args.device)
     if args.benchmark:
@@ -382,7 +390,10 @@ def _main(args: argparse.Namespace):
     )
     if listener:
         return _serve(args, model, device, listener)
-    bad = 0
+    draw = None
+    if args.heat_map is not None:
+        draw = _drawer(args.heat_map, heat_maps.open_model(args.model, device, args.model_arch_name, args.precision))
+    bad = number = 0
     names, thresholds = _class_names(model), _thresholds(model)
     if thresholds is None:
         columns = ["prediction", "predicted_class", *predictions.top_columns(min(TOP, len(names)))]
@@ -391,11 +402,15 @@ def _main(args: argparse.Namespace):
     with _csv_writer(args.csv, columns) as write, bad_images.decoders_silenced():
         batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
         for files_read, probabilities in batches:
+            found, numbers_found = [], []
             for path, problem in files_read:
-                if problem is not None:
+                number += 1
+                if problem is None:
+                    found.append(path)
+                    numbers_found.append(number)
+                else:
                     bad += 1
                     logger.write_line(printable(f"{path} {problem}"), sys.stderr)
-            found = [path for path, problem in files_read if problem is None]
             if not found:
                 continue
             if thresholds is not None:
@@ -404,10 +419,15 @@ def _main(args: argparse.Namespace):
             else:
                 best = *top(probabilities), names
                 images, rows = entries(*best), _rows(found, *best)
+            drawn = None
+            if draw is not None:  # of a multi-label network, some images have no predicted class
+                each = zip(numbers_found, found, images, strict=True)
+                drawn = [draw(number, path, classes[0]["label"]) if classes else None for number, path, classes in each]
+                bad += sum(path is None and classes != [] for path, classes in zip(drawn, images, strict=True))
             if write:
                 write(rows)
             if args.json or not write:
-                _print(found, images, args.json, "top" if thresholds is None else "classes")
+                _print(found, images, args.json, "top" if thresholds is None else "classes", drawn)
     return exit_codes.FAILURE if bad else exit_codes.DONE
 
 
@@ -426,11 +446,58 @@ def _multi_label_rows(paths, images, probabilities):
         yield [path, "|".join(entry["class"] for entry in classes), *(f"{p:.7g}" for p in row)]
 
 
-def _print(paths, images, as_json, key):
-    """Print a line for each image. `images` is the result of entries or of above, and `key` is its key in JSON."""
-    for path, classes in zip(paths, images, strict=True):
+def _check_heat_map(args: argparse.Namespace):
+    if args.heat_map is None:
+        return
+    for flag, is_set in (("--benchmark", args.benchmark), ("--serve", args.serve is not None)):
+        if is_set:
+            page = ", whose page shows heat maps without the flag" * (flag == "--serve")
+            raise UsageError(f"--heat-map {args.heat_map}: not supported with {flag}{page}; remove --heat-map")
+    if args.tta != "none":
+        raise UsageError(
+            f"--heat-map {args.heat_map}: not supported with --tta {args.tta}, which averages two predictions; remove "
+            "one of them"
+        )
+
+
+def _drawer(folder, model):
+    """Return a function draw(number, path, label) that writes the heat map of an image to the folder. It returns the
+    path of the heat map, or None if the image cannot be drawn.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    from paddle_resnet.data import bad_images
+    from paddle_resnet.serving import heat_maps
+
+    def draw(number, path, label):
+        try:
+            with files.open_regular(path, bad_images.MAX_BYTES) as file:
+                drawn = heat_maps.overlay(model, file.read(), label)
+        except (heat_maps.Unreadable, OSError) as e:
+            problem = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else e
+            logger.write_line(printable(f"{path} {problem}"), sys.stderr)
+            return None
+        # The number makes names unique. The length of a file name is limited to 255 bytes.
+        name = os.fsdecode(os.fsencode(os.path.basename(path))[-200:])
+        target = os.path.join(folder, f"{number:06d}_{name}.jpg")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with outputs.replaced(target) as partial:
+                partial.write_bytes(drawn)
+        except OSError as e:
+            raise UsageError(f"--heat-map {folder}: cannot be written ({e.strerror}); choose a different folder") from e
+        return target
+
+    return draw
+
+
+def _print(paths, images, as_json, key, drawn=None):
+    """Print a line for each image. `images` is the result of entries or of above, and `key` is its key in JSON. `drawn`
+    is the path of each heat map, or None without --heat-map."""
+    for i, (path, classes) in enumerate(zip(paths, images, strict=True)):
         if as_json:
-            line = json.dumps({"image": path, key: classes})
+            line = json.dumps({"image": path, key: classes} | ({} if drawn is None else {"heat_map": drawn[i]}))
         else:
             names = ", ".join("{class} {probability:.4f}".format(**each) for each in classes)
             line = printable(f"{path}: {names or 'none of the classes'}")
@@ -459,7 +526,7 @@ def _host(args: argparse.Namespace):
 def _serve(args: argparse.Namespace, model, device, listener):
     """Answer requests until a signal stops the server, and return the exit code."""
     from paddle_resnet.data import bad_images
-    from paddle_resnet.serving import image_files, web
+    from paddle_resnet.serving import heat_maps, image_files, web
 
     names, thresholds = _class_names(model), _thresholds(model)
 
@@ -472,10 +539,28 @@ def _serve(args: argparse.Namespace, model, device, listener):
             return above(row[None], thresholds, names)[0], None
         return entries(*top(row[None]), names)[0], None
 
+    def heat_map(upload, label):
+        try:
+            return heat_maps.overlay(maps, upload.content, label)
+        except heat_maps.Unreadable as e:
+            logger.write_line(printable(f"{upload} {e}"), sys.stderr)
+            return None
+
+    maps = None
+    try:
+        if args.tta != "none":
+            raise UsageError(f"--tta {args.tta} averages two predictions")
+        maps = heat_maps.open_model(args.model, device, args.model_arch_name, args.precision)
+    except UsageError as e:
+        logger.write_line(printable(f"the page shows no heat maps: {e}"), sys.stderr)
     host, worker = _host(args), ThreadPoolExecutor(1)
-    worker.submit(classify, web.blank_image()).result()  # warm up, because the first image takes longest
+    blank = web.blank_image()
+    worker.submit(classify, blank).result()  # warm up, because the first image takes longest
+    if maps is not None:
+        worker.submit(heat_map, blank, 0).result()
     limits = 10**6 * (args.serve_max_mb or MAX_MB), args.serve_max_images or MAX_IMAGES
-    app = web.create_app(classify, worker, model.description, *limits, web.allowed_hosts(listener, host))
+    hosts = web.allowed_hosts(listener, host)
+    app = web.create_app(classify, worker, model.description, *limits, hosts, heat_map=maps and heat_map)
     if not web.is_loopback(listener):
         logger.warn(
             f"--serve-host {host}: other machines can access the model without password or encryption; restrict "
@@ -490,16 +575,19 @@ def _serve(args: argparse.Namespace, model, device, listener):
     return exit_codes.DONE
 
 
-def _claim_csv(args: argparse.Namespace, paths):
-    """Raise UsageError if --csv would replace an image or a file of the model, or cannot be written."""
-    if args.csv in (None, "-"):
+def _claim_outputs(args: argparse.Namespace, paths):
+    """Raise UsageError if --csv or --heat-map would replace an image or a file of the model, or cannot be written."""
+    if args.heat_map is not None and os.path.isdir(args.heat_map) and os.listdir(args.heat_map):
+        raise UsageError(f"--heat-map {args.heat_map}: not empty; choose a new folder")
+    csv_file = None if args.csv == "-" else args.csv
+    if csv_file is None and args.heat_map is None:
         return
     model = Path(args.model)
     read = [("MODEL", path) for path in (model.glob("*") if model.is_dir() else [model])]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name or "")])]
-    if os.path.exists(args.csv):  # a new file cannot be one of the images
+    if csv_file is not None and os.path.exists(csv_file):  # a new file cannot be one of the images
         read += [("the image", path) for path in paths]
-    outputs.claim({"--csv": args.csv}, inputs=read)
+    outputs.claim({"--csv": csv_file}, {"--heat-map": args.heat_map}, inputs=read)
 
 
 @contextlib.contextmanager

@@ -93,7 +93,8 @@ def create_fetchs(
             so that the host can sum all losses in float64.
     Returns:
         {"loss", "top1", "top5": (variable, AverageMeter)}; if there are only C < 5 classes, top5 is the top-C accuracy.
-        Mode.EVAL adds "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
+        Mode.EVAL adds "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter) and
+        "of_softmax": (see loss_head.add_paddle; ConfidenceMeter).
     """
     return building.fetchs_of(out, feeds, class_num, label_smoothing, mode)
 

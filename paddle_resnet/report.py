@@ -26,12 +26,14 @@ from paddle_resnet.utils.mode import Mode, RunScope
 from paddle_resnet.utils.outputs import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Sized
+    from collections.abc import Callable, Sequence, Sized
 
     from paddle import static
 
     from paddle_resnet.settings.durations import Stop
     from paddle_resnet.settings.values import Settings
+
+    Drawer = Callable[[bytes, int], bytes]  # see page.write
 
 MIB = 2**20
 # Flags that the suggested evaluation command omits.
@@ -278,7 +280,7 @@ def _loader_flag(settings: loader.Settings) -> str:
     return f"--dali-prefetch {2 * settings.dali_prefetch}"
 
 
-def conclude(args: Settings, argv: list[str], result: dict[str, Any], mode: Mode) -> None:
+def conclude(args: Settings, argv: list[str], result: dict[str, Any], mode: Mode, draw: Drawer | None = None) -> None:
     """Log the result of a benchmark, or of an evaluation without training, as the summary of the run.
 
     For a benchmark, also log peak memory, versions and the command, and print a table instead of a line. For an
@@ -289,6 +291,7 @@ def conclude(args: Settings, argv: list[str], result: dict[str, Any], mode: Mode
         argv: arguments of the command line.
         result: result of program.run, without arrays.
         mode: Mode.TRAIN or Mode.EVAL.
+        draw: see page.write.
     Raises:
         RunError: the report file can no longer be written.
     """
@@ -297,7 +300,7 @@ def conclude(args: Settings, argv: list[str], result: dict[str, Any], mode: Mode
     data = {f"{mode.value}.{name}": value for name, value in result.items()}
     if not args.benchmark:
         logger.log((), data)
-        _write_page(args.part(output.Settings), args.device, argv)
+        _write_page(args.part(output.Settings), args.device, argv, draw)
         return
     environment = {"versions": _versions(args.device), "processes": processes.world_size()}
     environment["command"] = command("train", *argv)
@@ -368,6 +371,7 @@ def summarize(
     trained: dict[str, Any],
     evaluated: dict[str, Any] | None,
     saver,
+    draw: Drawer | None = None,
 ) -> None:
     """Log the results of a training run, and write the HTML report (--report-html). Without --resume,
     --from-checkpoint and --from-pretrained-params, also print a command that evaluates the best checkpoint (or the
@@ -403,7 +407,7 @@ def summarize(
         data |= sparsity.counts(program)
     logger.log((), data)
     logger.info("\n".join([*lines, f"report: {args.report_file}"]))
-    _write_page(args.part(output.Settings), args.device, argv)
+    _write_page(args.part(output.Settings), args.device, argv, draw)
     if processes.rank() != 0:  # only rank 0 writes checkpoints
         return
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
@@ -430,7 +434,7 @@ def _summary(trained, evaluated, best, last):
     data = {f"train.{name}": trained[name] for name in names if name in trained} if trained else {}
     if evaluated is not None:
         averages = (f"{name}_{kind}" for kind in meters.AVERAGES for name in meters.CLASS_METRICS)
-        names = ("loss", "top1", "top5", "map", "map_micro", "images", *averages)
+        names = ("loss", "top1", "top5", "ece", "map", "map_micro", "images", *averages)
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
@@ -451,14 +455,14 @@ def _without(argv, flags):
     return kept
 
 
-def _write_page(settings: output.Settings, device: str, argv: list) -> None:
+def _write_page(settings: output.Settings, device: str, argv: list, draw: Drawer | None = None) -> None:
     if settings.report_html is None or processes.rank() != 0:
         return
     from paddle_resnet.results import page
 
     environment = _versions(device) | {"system": platform.platform(), "cores": os.cpu_count()}
     environment |= {"processes": processes.world_size(), "command": command("train", *argv)}
-    page.write(settings.report_html, settings.report_file, environment)
+    page.write(settings.report_html, settings.report_file, environment, draw)
     logger.info(f"page: {settings.report_html}")
 
 

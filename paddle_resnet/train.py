@@ -63,7 +63,8 @@ def _evaluate_only(args, argv, exe, checkpoint, evaluation):
 
     logger.begin(args.as_entry())
     epoch = phases.log_evaluated(args, checkpoint)
-    report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
+    result = _evaluate(args, exe, evaluation, durations.Stop(epoch))
+    report.conclude(args, argv, result, Mode.EVAL, _drawer(args, checkpoint and checkpoint.folder))
 
 
 def _benchmark_training(args, argv, exe, training):
@@ -101,7 +102,18 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
         if saver.ends_early:
             break
     saver.finish()
-    report.summarize(args, argv, training.program, stop, trained, evaluated, saver)
+    draw = _drawer(args, None if saver.best is None else saver.best_folder)
+    report.summarize(args, argv, training.program, stop, trained, evaluated, saver, draw)
+
+
+def _drawer(args, folder):
+    """Return a function that draws heat maps of a checkpoint for the page of the run (see page.write), or None if the
+    run writes no page or evaluates no checkpoint."""
+    if args.report_html is None or args.benchmark or folder is None:
+        return None
+    from paddle_resnet.serving import heat_maps
+
+    return heat_maps.drawer(folder, args.model_arch_name)
 
 
 def _train(exe, training, stop, save=None):

@@ -27,8 +27,9 @@ from paddle_resnet.components import quantization
 from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
 from paddle_resnet.native import build as native
-from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
+from paddle_resnet.serving import calibration, image_files, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
+from paddle_resnet.utils import confidence
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -575,6 +576,7 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos, monk
             "--calibrate tests: has no train/; put the class folders into train/",
         ),
         (["--verify", "nowhere"], "--verify nowhere: not a folder"),
+        (["--temperature", "auto"], "--temperature auto: requires a data set, whose validation images determine"),
         (["--verify", "tests"], "--verify tests: has no val/; put the class folders into val/, or use"),
     ],
 )
@@ -595,17 +597,17 @@ def test_flags_are_passed_on(capsys, monkeypatch):
         "",
         "--int8 --calibrate data",
         "--onnx --verify data --uint8 --triton --model-arch-name net --precision float16 --int8 --int8-engine tensorrt "
-        "--calibrate data --calibration-method percentile --calibration-images 9 --allow-outside",
+        "--calibrate data --calibration-method percentile --calibration-images 9 --allow-outside --temperature auto",
     ):
         assert export.main(["checkpoint", "out", *flags.split()]) == 0
         assert capsys.readouterr().out == "out: Net, 3 classes, 1 with names, images [1]\n"
     flags = dict.fromkeys(("onnx", "uint8", "triton", "allow_outside"), False) | dict.fromkeys(
         ("verify", "model_arch_name")
     )
-    flags |= {"precision": "float32", "int8": None, "calibration": None}
+    flags |= {"precision": "float32", "int8": None, "calibration": None, "temperature": None}
     all_flags = {"onnx": True, "verify": "data", "uint8": True, "triton": True, "model_arch_name": "net"}
     all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", 9, True)}
-    all_flags["allow_outside"] = True
+    all_flags |= {"allow_outside": True, "temperature": "auto"}
     assert calls == [
         (("checkpoint", "out"), flags),
         (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", 512, False)}),
@@ -622,6 +624,7 @@ def test_flags_are_passed_on(capsys, monkeypatch):
             "--calibration-method: 'entropy' is not supported in version 0.2.0 or later; remove the flag",
         ),
         (["c", "o", "--int8-engine", "paddle"], "--int8-engine: invalid choice: 'paddle'"),
+        (["c", "o", "--temperature", "2"], "--temperature: invalid choice: '2'"),
         (["c", "o", "--precision", "int8"], "--precision: invalid choice: 'int8'"),
         (["c", "o", "--calibrate", ""], "--calibrate: '' is an empty path"),
         (["c", "o", "--verify", ""], "--verify: '' is an empty path"),
@@ -633,6 +636,66 @@ def test_flags_are_passed_on(capsys, monkeypatch):
 def test_invalid_value_exits_with_code_2_and_an_error(capsys, arguments, message):
     assert export.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+def test_temperature_is_part_of_every_exported_network(trained, photos, photo_paths, tmp_path, capsys, uint8):
+    pytest.importorskip("onnxruntime")
+    checkpoint, expected = trained("--batch-size", "2", "--lr", "0.02")
+    plain, exported = tmp_path / "plain", tmp_path / "exported"
+    calibration = {"int8": "onnxruntime", "calibration": export.Calibration(photos)} if uint8 else {}
+    export.export(checkpoint, plain, uint8=uint8)
+    capsys.readouterr()
+    flags = {"onnx": True, "verify": photos, "uint8": uint8, "temperature": "auto", **calibration}
+    description = export.export(checkpoint, exported, **flags)
+    fitted, out = description["temperature"], capsys.readouterr().out
+    assert fitted == json.loads((exported / "model.json").read_text())["temperature"]
+    assert (fitted["images"], fitted["bins"]) == (23, 15)
+    assert fitted["value"] != 1 and fitted["loss_after"] < fitted["loss_before"]
+    # The values before are those of the evaluation in training.
+    assert fitted["loss_before"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert fitted["ece_before"] == pytest.approx(expected["ece"], abs=1e-6)
+    assert f"ECE {fitted['ece_before']:.6f} before, {fitted['ece_after']:.6f} after (15 bins)" in out
+    assert out.rstrip().endswith("confirmed")
+    scores = [line for line in out.splitlines() if line.endswith("23 images") and line.count("loss") == 1]
+    assert len(scores) == 3
+    for line in scores:
+        assert f"top1 {expected['top1']:.6g}, " in line
+        tolerance = 0.05 if uint8 and "onnxruntime" in line else 1e-4
+        assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(fitted["loss_after"], abs=tolerance)
+
+    def predicted(path):
+        model = inference.open_model(path, "cpu")
+        return np.array([row for _, row, _ in image_files.predict(model, photo_paths)])
+
+    before = predicted(plain)
+    tempered = before.astype(np.float64) ** (1 / fitted["value"])
+    tempered /= tempered.sum(axis=1, keepdims=True)
+    after = predicted(exported)
+    np.testing.assert_allclose(after, tempered, atol=1e-5)
+    np.testing.assert_array_equal(after.argmax(axis=1), before.argmax(axis=1))
+    np.testing.assert_allclose(predicted(exported / "model.onnx"), tempered, atol=0.1 if uint8 else 1e-5)
+
+
+def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(confidence, "fit_temperature", lambda logits, labels: None)
+    arguments = [str(checkpoint), str(tmp_path / "exported"), "--verify", str(photos), "--temperature", "auto"]
+    assert export.main(arguments) == 2
+    assert (
+        "--temperature auto: no temperature from 0.01 to 100 minimizes the loss of the 23 validation images in "
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "exported").exists()
+
+
+def test_network_that_changes_the_output_of_its_last_layer_is_not_tempered(trained, photos, tmp_path, monkeypatch):
+    """A user's network may compute its logits from the output of the layer `last`."""
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
+    monkeypatch.setattr(networks, "_divide_logits", lambda network, temperature: None)
+    message = "--verify: the network with the temperature and the checkpoint's network disagree: .* `last`"
+    with pytest.raises(RunError, match=message):
+        export.export(checkpoint, tmp_path / "exported", verify=photos, temperature="auto")
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])

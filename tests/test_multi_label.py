@@ -328,7 +328,7 @@ def test_web_page_shows_classes_above_threshold():
         app = web.create_app(lambda upload: ([{"class": "red"}], None), worker, description, 10**6, 3)
         client = TestClient(app)
         page = client.get("/").text
-        assert "mAP 50.0%" in page and "image.classes" in page
+        assert "mAP 50.0%" in page and "classes: top" in page
         answer = client.post("/predict", files={"image": web.blank_image().content})
     assert answer.json()["images"][0]["classes"] == [{"class": "red"}]
 

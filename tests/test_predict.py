@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -386,7 +387,7 @@ def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):
 
 
 def test_defaults_of_flags():
-    flags = "model_arch_name", "csv", "batch_size", "dali_num_threads", "precision", "benchmark_batches"
+    flags = "model_arch_name", "csv", "heat_map", "batch_size", "dali_num_threads", "precision", "benchmark_batches"
     flags += "serve", "serve_host", "serve_max_mb", "serve_max_images"
     switches = {"json": False, "benchmark": False, "device": "auto", "tta": "none"}
     assert vars(arguments("m")) == {"model": "m", "images": []} | switches | dict.fromkeys(flags)
@@ -459,6 +460,15 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
             ["{run}/0", "{image}", "--benchmark-batches", "1,8"],
             "--benchmark-batches 1,8: requires --benchmark; remove --benchmark-batches",
         ),
+        (["{run}/0", "--benchmark", "--heat-map", "h"], "--heat-map h: not supported with --benchmark; remove --heat"),
+        (["{run}/0", "--serve", "0", "--heat-map", "h"], "--heat-map h: not supported with --serve, whose page shows"),
+        (
+            ["{run}/0", "{image}", "--tta", "flip", "--heat-map", "h"],
+            "--heat-map h: not supported with --tta flip, which averages two predictions; remove one of them",
+        ),
+        (["{run}/0", "{image}", "--heat-map", "{root}"], ": not empty; choose a new folder"),
+        (["{run}/0", "{image}", "--heat-map", "{image}/x"], "x: cannot be written (Not a directory)"),
+        (["{run}/0", "{image}", "--heat-map", "{run}/0/x"], "/0 is reserved for a checkpoint; choose a path outside"),
         (["{run}/0", "--benchmark", "--csv", "x.csv"], "--benchmark: measures random images"),
         (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
         (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),
@@ -733,8 +743,9 @@ def test_second_process_cannot_write_to_csv_file_of_first(checkpoint, val_images
 def test_csv_that_another_process_wrote_during_startup_is_replaced_with_a_warning(
     checkpoint, val_images, tmp_path, capsys, monkeypatch
 ):
-    table, claim = tmp_path / "table.csv", predict._claim_csv
-    monkeypatch.setattr(predict, "_claim_csv", lambda *args: (claim(*args), table.write_text("of another process\n")))
+    table, claim = tmp_path / "table.csv", predict._claim_outputs
+    write = partial(table.write_text, "of another process\n")
+    monkeypatch.setattr(predict, "_claim_outputs", lambda *args: (claim(*args), write()))
     assert predict.main([str(checkpoint), val_images[0][0], "--device", "cpu", "--csv", str(table)]) == 0
     assert f"warning: {table}: replaces the file that another process wrote" in capsys.readouterr().err
     assert len(table.read_text().splitlines()) == 2
@@ -760,7 +771,8 @@ def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, 
     actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}, "classes": []}, None)
     futures, end = [], threading.Event()
 
-    def create_app(classify, worker, description, *limits):
+    def create_app(classify, worker, description, *limits, heat_map):
+        assert heat_map is None  # the folder "model" does not exist
         futures.extend([worker.submit(end.wait, 60), worker.submit(end.wait, 60)])
         wait_until(futures[0].running, 60)
         return actual.append(limits)

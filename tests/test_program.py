@@ -26,7 +26,7 @@ from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import facts, loop, scalars
 from paddle_resnet.step import metrics as step_metrics
 from paddle_resnet.step.dispatch import Dispatcher
-from paddle_resnet.utils import logger, progress
+from paddle_resnet.utils import confidence, logger, progress
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter
 from paddle_resnet.utils.mode import Mode
@@ -333,10 +333,13 @@ def test_confusion_matrix_matches_numpy(parse):
     network = [op for op in main.global_block().ops if not loss_head.contains(op)]
     logits = next(op for op in reversed(network) if op.type == "elementwise_add").output("Out")[0]
     batches = random_batches(4, classes=6)  # no image has the label 6
-    expected = np.zeros((7, 7), int)
+    expected, largest, hits = np.zeros((7, 7), int), [], []
     for images, labels in batches:
         [out] = exe.run(main, {"data": images, "label": labels}, [logits])
         np.add.at(expected, (labels[:, 0], out.argmax(axis=1)), 1)
+        exponentials = np.exp(out.astype(np.float64))
+        largest.append((exponentials / exponentials.sum(axis=1, keepdims=True)).max(axis=1))
+        hits.append(out.argmax(axis=1) == labels[:, 0])
     for _ in range(2):  # each evaluation starts with zero counts
         result = program.run(args, Batches(batches), exe, compiled, fetchs, 0, Mode.EVAL)
         pairs = expected.nonzero()
@@ -345,9 +348,14 @@ def test_confusion_matrix_matches_numpy(parse):
         assert np.isnan(result["class_top1"][6])
         assert result["top1"] == pytest.approx(expected.trace() / 32, abs=1e-15)
         assert 0 <= result["f1_macro"] <= 1
+        is_correct, confidences = np.concatenate(hits), np.concatenate(largest)
+        sums = confidence.bin_sums(confidences, is_correct)
+        np.testing.assert_allclose(result["reliability"], confidence.reliability(sums), atol=1e-6)
+        assert result["ece"] == pytest.approx(confidence.expected_error(sums), abs=1e-6)
+        assert result["reliability"][:, 0].sum() == 32
     args.set("Python", benchmark=True, benchmark_steps=1, benchmark_warmup_steps=0)
     result = program.run(args, Batches(batches), exe, compiled, fetchs, 0, Mode.EVAL)
-    assert result["confusion"][:, 2].sum() == 8 and "f1_macro" not in result
+    assert result["confusion"][:, 2].sum() == 8 and "f1_macro" not in result and "ece" not in result
 
 
 @pytest.mark.parametrize("flags", [[], ["--predictions", "f"], ["--report-html", "f"]], ids=str)
@@ -728,6 +736,17 @@ def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
     for actual in on_two_ranks(monkeypatch, step_metrics.confusion_over_all_processes, *ranks):
         np.testing.assert_array_equal(actual["confusion"], [[0, 1, 2], [0, 2, 1], [2, 2, 1]])
         np.testing.assert_array_equal(actual["class_top1"], [0, np.nan, 1])
+
+
+def test_calibration_is_exact_over_ranks(monkeypatch):
+    random = np.random.RandomState(0)
+    confidences, is_correct = random.rand(101), random.rand(101) < 0.5
+    expected = step_metrics.calibration_over_all_processes(confidences, is_correct)
+    ranks = [(confidences[part], is_correct[part]) for part in (slice(0, 40), slice(40, None))]
+    for actual in on_two_ranks(monkeypatch, step_metrics.calibration_over_all_processes, *ranks):
+        np.testing.assert_array_equal(actual["reliability"], expected["reliability"])
+        assert actual["ece"] == expected["ece"]
+    assert expected["reliability"][:, 0].sum() == 101
 
 
 def test_confusion_counts_need_no_matrix():

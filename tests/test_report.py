@@ -564,7 +564,7 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
     monkeypatch.setattr(report.logger, "info", drawn.append)
     environment = report._versions("cpu") | {"system": platform.platform(), "cores": os.cpu_count(), "processes": 1}
     environment["command"] = f"{python()} train.py --a 'b c'"
-    shown = ["table", ("page.html", args.report_file, environment), "page: page.html"]
+    shown = ["table", ("page.html", args.report_file, environment, None), "page: page.html"]
     for rank, expected in ((1, []), (0, shown)):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(report.logger, "report", lambda step, data: logged.append(data))

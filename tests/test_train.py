@@ -105,7 +105,7 @@ def run_epochs(record, monkeypatch):
     calls = record.calls
 
     class Saver:
-        last = None
+        last = best = None
 
         def __init__(self, *arguments):
             self.arguments = arguments
@@ -139,7 +139,7 @@ def run_epochs(record, monkeypatch):
     def run_epochs(trained=None, evaluation="evaluation", last=None, failing=(None, None)):
         calls.clear()
         run_epochs.failing, Saver.last = failing, last
-        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: "length")
+        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: "length", report_html=None)
         schedule = SimpleNamespace(timeline="timeline", done=7)
         training = phases.Work(args, "loader", "program", "fetchs", schedule)
         checkpoint = SimpleNamespace(trained=trained)

@@ -53,10 +53,12 @@ def add_paddle(
         class_num: number of classes.
         label_smoothing: in training, fraction of each label that is distributed evenly over all classes.
         is_train: if True, return the mean loss of the batch [], which is the sum of the (weighted) losses divided by N;
-            otherwise, return the loss of each image [N, 1], and "confusion".
+            otherwise, return the loss of each image [N, 1], "confusion" and "of_softmax".
     Returns:
         {"loss", "top1" [], "top5" [] (top-C for C < 5 classes), in float32; "confusion": label and predicted class,
-        int64 [N, 2]; the predicted class is class_num if all logits of the image are NaN}.
+        int64 [N, 2]; the predicted class is class_num if all logits of the image are NaN; "of_softmax": the largest
+        logit x and log(sum(exp(logits - x))), float32 [N, 2]; the second value is NaN if any logit of the image is NaN
+        or +inf}.
     """
     label, weights = targets["label"], targets.get("weights")
     with scope():
@@ -67,7 +69,10 @@ def add_paddle(
             weights = F.label_smooth(weights, epsilon=label_smoothing)
         targets_of_loss = {"label": label} if weights is None else {"label": weights, "soft_label": True}
         loss = F.cross_entropy(finite, **targets_of_loss, reduction="none")
-        loss = loss + _correction(loss, finite, label, weights)
+        largest = _largest(finite, 1)
+        shifted = _op("elementwise_sub", {"X": finite, "Y": largest})
+        log_sum = _op("log", {"X": _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)})
+        loss = loss + _correction(loss, shifted, log_sum, label, weights)
         if is_train:
             image_weights = targets.get("image_weights")
             loss = paddle.mean(loss if image_weights is None else loss * image_weights)
@@ -75,6 +80,7 @@ def add_paddle(
         head = {"loss": loss} | _accuracies(logits, label, order, {"top1": 1, "top5": min(5, class_num)})
         if not is_train:
             head["confusion"] = paddle.concat([label, _first_class(logits, order)], axis=1)
+            head["of_softmax"] = paddle.concat([largest, log_sum], axis=1)
         return head
 
 
@@ -87,17 +93,16 @@ def _nan_rows(logits):
     return _op("elementwise_mul", {"X": logits, "Y": factor}, stop_gradient=False)
 
 
-def _correction(loss, logits, label, weights):
+def _correction(loss, shifted, log_sum, label, weights):
     """Return the cross entropy of each image minus `loss`, the value of Paddle's kernel: float32 [N, 1], without a
-    gradient. `weights` replaces the labels, unless it is None.
+    gradient. `shifted` is the logits minus the largest of each image, and `log_sum` is log(sum(exp(shifted))).
+    `weights` replaces the labels, unless it is None.
 
     On a CPU, the kernels of cross_entropy and log_softmax raise logits to at least the largest logit of the image minus
     64, which limits the loss and changes gradients by less than 1e-27. For all images whose smallest logit is at most
     63 below the largest, the correction is 0, so that their loss is the kernel's value. This value does not depend on
     the other images of the batch, whereas the last bit of the correction would, because it is computed with Paddle's
     exp operator."""
-    shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
-    log_sum = _op("log", {"X": _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)})
     if weights is None:
         exact = _op("elementwise_sub", {"X": log_sum, "Y": _op("index_sample", {"X": shifted, "Index": label})})
     else:
@@ -254,4 +259,4 @@ def add_native(
     with scope():
         block.append_op(type="native_loss", inputs=inputs, outputs=made, attrs=attrs)
     head = {"loss": made["Loss"], "top1": made["Top1"], "top5": made["TopK"]}
-    return head if is_train else head | {"confusion": made["Pairs"]}
+    return head if is_train else head | {"confusion": made["Pairs"], "of_softmax": made["OfSoftmax"]}

@@ -4,6 +4,7 @@ import base64
 import functools
 import io
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,21 @@ WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288
 MATRIX = 24  # maximum number of classes in the confusion matrix
 
 
-def write(path: str | Path, report_file: str | Path, environment: dict[str, Any] | None = None) -> None:
+def write(
+    path: str | Path,
+    report_file: str | Path,
+    environment: dict[str, Any] | None = None,
+    draw: Callable[[bytes, int], bytes] | None = None,
+) -> None:
     """Write the page of a run.
 
     Args:
         path: path of the page to write.
         report_file: path of a report. The CSV files next to the report are from the best evaluation of the run.
         environment: {name: value} that describes the machine and the software, or None.
+        draw: function that maps the content of an image file and a label to the JPEG file of a heat map; it raises
+            UsageError if the network has no heat maps, and ValueError if it cannot draw an image. If draw is None, the
+            page contains no heat maps.
     Raises:
         UsageError: report_file or one of the run's tables cannot be read or does not match the schema.
         RunError: the page cannot be written.
@@ -44,6 +53,7 @@ def write(path: str | Path, report_file: str | Path, environment: dict[str, Any]
     classes, confusion = run.rows("classes.csv"), [] if run.is_multi_label else run.rows("confusion.csv")
     predictions = run.parameters.get("predictions")
     rows = run.rows("predictions.csv", predictions)
+    worst = _worst_of_multi_label(run, classes, rows) if run.is_multi_label else _worst(run, classes, confusion, rows)
     save(
         path,
         "run.html.j2",
@@ -51,10 +61,10 @@ def write(path: str | Path, report_file: str | Path, environment: dict[str, Any]
         best=run.best(),
         metrics=_metrics(run),
         charts=_charts(run),
+        reliability=_reliability(run),
         times=_times(run),
-        worst=_worst_of_multi_label(run, classes, rows)
-        if run.is_multi_label
-        else _worst(run, classes, confusion, rows),
+        worst=worst,
+        heat_map_problem=_add_heat_maps(run, worst, rows, draw),
         per_class=_per_class(run, classes),
         matrix=None if run.is_multi_label else _matrix(classes, confusion),
         changed=run.changed_flags(),
@@ -140,6 +150,20 @@ def _charts(run):
     return [(title, [line[:2] for line in series], svg) for title, series, svg in charts if svg]
 
 
+def _reliability(run):
+    """Return the reliability diagram of the best evaluation (Guo et al., arXiv:1706.04599) in the form of _charts, or
+    [] if the report has none."""
+    best = run.best()
+    metrics = run.epochs[best[0]] if best else {}
+    error, rows = metrics.get("val.ece"), metrics.get("val.reliability")
+    if error is None or not rows:
+        return []
+    points = [(confidence, accuracy) for _, confidence, accuracy in rows if None not in (confidence, accuracy)]
+    series = [("calibrated", "faint", [(0, 0), (1, 1)]), ("validation", "val", points)]
+    title = f"accuracy, expected calibration error {error:.2%}"
+    return [(title, [line[:2] for line in series], chart(series, xlabel="confidence", from_zero=True))]
+
+
 def _lr_curve(run):
     """Return (series, mark) for the chart of the learning-rate finder, or ([], None) if the folders of the run do not
     contain its file or the file has fewer than two finite losses. If the file is damaged, log a warning."""
@@ -214,6 +238,39 @@ def _worst_of_multi_label(run, classes, rows):
     return worst
 
 
+def _add_heat_maps(run, worst, rows, draw):
+    """Set "heat_maps" in the rows of _worst to {image: data URL of the heat map of its predicted class}, or in those of
+    _worst_of_multi_label to the heat maps of the row's class. Return the reason if there are none, otherwise None."""
+    images = _images(run) if draw is not None and any(row["thumbnails"] for row in worst) else {}
+    labels = {} if run.is_multi_label else {row["image"]: row["prediction"] for row in rows}
+    for row in worst:
+        row["heat_maps"] = {}
+    if draw is None:
+        return "this page was written without a checkpoint"
+    try:
+        for row in worst:
+            for _, name, *_ in row["thumbnails"]:
+                label = labels.get(name, row["label"])
+                if label and (heat_map := _heat_map(images.get(name), int(label), draw)):
+                    row["heat_maps"][name] = heat_map
+    except UsageError as e:
+        return str(e)
+    return None
+
+
+def _heat_map(image, label, draw):
+    """Return a data URL of the heat map of an image, or None if it cannot be drawn."""
+    if image is None:
+        return None
+    try:
+        with files.open_regular(image.path) if image.kind is None else io.BytesIO(read_image(image)[0]) as source:
+            return _small(Image.open(io.BytesIO(draw(source.read(), label))))
+    except UsageError:
+        raise
+    except (OSError, ValueError):
+        return None
+
+
 def _ratio(text):
     """Return the ratio in a cell of a table, or None if it is missing or not a ratio."""
     try:
@@ -265,9 +322,14 @@ def _thumbnail(image):
     try:
         source = files.open_regular(image.path) if image.kind is None else io.BytesIO(read_image(image)[0])
         with source, Image.open(source) as picture:
-            small = ImageOps.contain(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL))
+            return _small(picture)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
+
+
+def _small(picture):
+    """Return a data URL of a picture, reduced to a thumbnail."""
+    small = ImageOps.contain(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL))
     out = io.BytesIO()
     small.save(out, "JPEG", quality=80)
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()

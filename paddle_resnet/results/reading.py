@@ -38,6 +38,13 @@ def _is_duration(value):
     return is_number(value) and 0 <= value <= LIMIT_S
 
 
+def _is_interval(value):
+    """Return whether a value is a row of a reliability diagram: number of images, mean confidence and accuracy."""
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    return is_count(value[0]) and all(map(is_none_or(is_ratio), value[1:]))
+
+
 def _is_scalar(value):
     return value is None or is_text(value) or is_number(value) or isinstance(value, bool)
 
@@ -49,7 +56,8 @@ def _is_flag(value):
 # {metric name without its prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics of
 # steps and epochs must be numbers; other entries of the summary can have any value.
 METRICS = {
-    **dict.fromkeys(("top1", "top5", "map", "map_micro"), is_ratio),
+    **dict.fromkeys(("top1", "top5", "ece", "map", "map_micro"), is_ratio),
+    "reliability": is_list_of(_is_interval),
     **{f"{name}_{average}": is_ratio for name in CLASS_METRICS for average in AVERAGES},
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
     **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),

@@ -101,7 +101,8 @@ class _Board:
     def _add(self, data, tags, step):
         for name, value in data.items():
             phase, _, metric = name.partition(".")
-            if phase in tags and math.isfinite(value):  # the report stores non-finite values as null
+            is_scalar = not isinstance(value, list)  # "reliability" is a list
+            if phase in tags and is_scalar and math.isfinite(value):  # the report stores non-finite values as null
                 self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
     def show(self, images):

@@ -29,7 +29,7 @@ class Steps:
     time.
 
     Args:
-        network: networks.Network whose program contains an async copy of its probabilities.
+        network: networks.Network whose program contains an async copy of its outputs.
         sizes: batch sizes. A batch of any other size is padded to the next larger size in this list. Calling the object
             splits a batch that is larger than all sizes.
     """
@@ -40,12 +40,20 @@ class Steps:
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
         """Return the probabilities, float32 [N, classes], of an array of images."""
+        return self.outputs(images)[0]
+
+    def outputs(self, images: np.ndarray) -> list[np.ndarray]:
+        """Return the outputs of the network (see networks.Network.outputs) for an array of images."""
         largest = self._sizes[-1]
         parts = [images[i : i + largest] for i in range(0, len(images), largest)]
-        return np.concatenate([np.asarray(self.submit(part)) for part in parts])
+        results = [[np.asarray(rows) for rows in self._submit(part)] for part in parts]
+        return [np.concatenate(arrays) for arrays in zip(*results, strict=True)]
 
     def submit(self, images: np.ndarray | TensorListCPU | TensorListGPU) -> ArrayLike:
         """Start inference for at most max(sizes) images. See model.Model.submit."""
+        return self._submit(images)[0]
+
+    def _submit(self, images):
         with static.scope_guard(self._network.scope), logger.only_warnings():
             return self._step(len(images))(images)
 
@@ -69,7 +77,7 @@ class _Step:
         args, images = network.args, network.images
         self._place = processes.place(args.device)
         compiled = compile_prog(args, network.program, is_train=False)
-        self._dispatch = Dispatcher(network.exe, compiled, [network.probabilities], True)
+        self._dispatch = Dispatcher(network.exe, compiled, network.outputs, True)
         self._name, self._shape = images.name, [size, *images.shape[1:]]
         self._dtype, self._host = np.float16 if images.dtype == paddle.float16 else np.float32, None
         self._input = self._dispatch.inputs.get(images.name) or paddle.framework.core.LoDTensor()
@@ -81,9 +89,9 @@ class _Step:
             self._copy_from_host(images)
         else:
             self._copy_from_dali(images.as_tensor())
-        [handle] = self._dispatch({self._name: self._input})
-        self._last = _Rows(handle, len(images))
-        return self._last
+        rows = [_Rows(handle, len(images)) for handle in self._dispatch({self._name: self._input})]
+        self._last = rows[0]
+        return rows
 
     def host_images(self):
         """Return the buffer in host memory as an array. If the device is a GPU, the memory is pinned."""

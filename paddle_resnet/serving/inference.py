@@ -121,6 +121,7 @@ def open_checkpoint(
     sizes: Iterable[int] = (32,),
     tta: str = "none",
     engine: str = "fastest",
+    features: bool = False,
 ) -> Model:
     """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels if these are
     available. On a CPU, the model runs in onnxruntime if the packages onnx and onnxruntime are installed and the
@@ -132,6 +133,8 @@ def open_checkpoint(
         path: folder of a checkpoint or a run.
         device, model_arch_name, precision, sizes, tta: see open_model.
         engine: "fastest", or "Paddle" to exclude onnxruntime on a CPU.
+        features: whether the model also returns the last feature map (see model.Model.classifier); not with
+            onnxruntime.
     Raises:
         UsageError: see open_model.
     """
@@ -139,7 +142,7 @@ def open_checkpoint(
     reason = None
     if device == "gpu":
         try:
-            network = networks.load_fast(path, precision, device, model_arch_name, tta)
+            network = networks.load_fast(path, precision, device, model_arch_name, tta, features)
         except native.Unavailable as e:
             problem = f"custom kernels are unavailable ({e})"
             if requested not in (None, "float32"):
@@ -151,12 +154,13 @@ def open_checkpoint(
             )
         else:
             steps = Steps(network, sizes)
-            return Model("captured step", network.description, lambda images: [steps(images)], precision, steps)
+            classifier = network.classifier() if features else None
+            return Model("captured step", network.description, steps.outputs, precision, steps, classifier)
     elif engine == "fastest":
         model, reason = _open_as_onnx(path, model_arch_name)
         if model is not None:
             return model
-    model = networks.load_checkpoint(path, device, model_arch_name=model_arch_name).model()
+    model = networks.load_checkpoint(path, device, model_arch_name=model_arch_name, features=features).model()
     if reason is not None:
         networks.log(f"onnxruntime: not used{reason}")
     return model

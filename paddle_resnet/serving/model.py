@@ -28,6 +28,9 @@ class Model:
             float32 [N, classes].
         precision: "float32", "float16", "bfloat16" or "int8".
         steps: fixed_sizes.Steps for the engine "captured step", otherwise None.
+        classifier: weights of the last layer, float32 [channels, classes], if the network was opened with
+            features=True; `outputs` then returns [probabilities, features], the last feature map, float32 [N, C, h, w]
+            or [N, h, w, C], in the layout of the images. Otherwise None.
     """
 
     engine: str
@@ -35,6 +38,7 @@ class Model:
     outputs: Callable[[np.ndarray], list[np.ndarray]]
     precision: str = "float32"
     steps: Steps | None = None
+    classifier: np.ndarray | None = None
 
     def run(self, images: np.ndarray) -> np.ndarray:
         """Return the probabilities of a batch of images, float32 [N, classes]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,11 @@ from paddle_resnet.utils.label_metrics import DEFAULT_THRESHOLD
 
 if TYPE_CHECKING:
     from paddle_resnet.settings.values import Settings
+    from paddle_resnet.utils.confidence import Temperature
+
+
+# Operators between the last feature map and the last layer.
+POOLINGS, RESHAPES = ("pool2d", "reduce_mean"), ("flatten_contiguous_range", "reshape2", "squeeze2")
 
 
 @dataclass
@@ -45,6 +51,8 @@ class Network:
             Variable that its softmax or, with --multi-label, its sigmoid reads.
         description: content of model.json.
         scope: scope that contains the parameters.
+        features: float32 Variable with the input of the global average pooling, the last feature map, if the network
+            was loaded with features=True, otherwise None.
     """
 
     args: Settings
@@ -55,6 +63,16 @@ class Network:
     logits: static.Variable
     description: dict[str, Any]
     scope: static.Scope = field(default_factory=static.Scope)
+    features: static.Variable | None = None
+
+    @property
+    def outputs(self) -> list[static.Variable]:
+        """[probabilities], or [probabilities, features]."""
+        return [self.probabilities] if self.features is None else [self.probabilities, self.features]
+
+    def classifier(self) -> np.ndarray:
+        """Return the weights of the last layer, float32 [channels, classes]."""
+        return self.parameter(ends(self.program).last[1]).astype(np.float32)
 
     @property
     def exe(self) -> static.Executor:
@@ -66,12 +84,13 @@ class Network:
     def model(self, logits: bool = False) -> Model:
         """Return a Model that runs in the Executor. The program is compiled as for evaluation."""
         compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
-        fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
+        fetched = [self.probabilities, self.logits] if logits else self.outputs
 
         def outputs(images):
             return exe.run(compiled, feed={self.images.name: images}, fetch_list=fetched, scope=self.scope)
 
-        return Model("Executor", self.description, outputs)
+        classifier = None if self.features is None else self.classifier()
+        return Model("Executor", self.description, outputs, classifier=classifier)
 
 
 def load_checkpoint(
@@ -82,6 +101,8 @@ def load_checkpoint(
     fold: bool = False,
     precision: str = "float32",
     as_evaluated: bool = False,
+    temperature: Temperature | None = None,
+    features: bool = False,
 ) -> Network:
     """Load the inference network of a checkpoint.
 
@@ -100,12 +121,16 @@ def load_checkpoint(
         as_evaluated: whether to keep the layout, the number of channels and the kernels of the run's evaluations, so
             that the results have the rounding errors of these evaluations, if they were in float32. The input has
             three channels in this layout.
+        temperature: temperature by which to divide the logits, or None. The parameters of the last layer are divided
+            by it, so that the network needs no further operator.
+        features: whether the network also returns its last feature map.
     Returns:
         Network.
     Raises:
         UsageError: the checkpoint does not exist, is damaged, contains values that are not finite or was saved before
             the processes averaged their BN statistics; the user's file that defines the network does not exist or is
-            not specified; or meta.json is missing, and the parameters match no supported network.
+            not specified; meta.json is missing, and the parameters match no supported network; or, with `features`,
+            the network does not end with global average pooling and one linear layer.
         native.Unavailable: with as_evaluated, the run used custom kernels, and they cannot be built.
     """
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
@@ -115,7 +140,11 @@ def load_checkpoint(
     elif args.kernels == "native":
         native.load()
     channels = args.image_shape[0] if as_evaluated else 3
-    network = _load(args, meta, checkpoint, channels, uint8=uint8, quantize=args.qat and not fold)
+    options = {"uint8": uint8, "quantize": args.qat and not fold, "features": features}
+    network = _load(args, meta, checkpoint, channels, **options)
+    if temperature is not None:
+        _divide_logits(network, temperature.value)
+        network.description["temperature"] = temperature._asdict()
     if fold:
         with static.scope_guard(network.scope):
             folding.fold_batch_norms(network.program, network.exe, 1)
@@ -129,15 +158,21 @@ def load_checkpoint(
 
 
 def load_fast(
-    checkpoint: str | Path, precision: str, device: str = "gpu", model_arch_name: str | None = None, tta: str = "none"
+    checkpoint: str | Path,
+    precision: str,
+    device: str = "gpu",
+    model_arch_name: str | None = None,
+    tta: str = "none",
+    features: bool = False,
 ) -> Network:
     """Load the inference network of a checkpoint with custom kernels, in NHWC, with four channels and in the chosen
-    precision. The program ends with an async copy of the probabilities.
+    precision. The program ends with an async copy of the outputs.
 
     Args:
         checkpoint, device, model_arch_name: see load_checkpoint.
         precision: "float32", "float16" or "bfloat16".
         tta: "none", or "flip" to average the probabilities of each image and its mirror image.
+        features: see load_checkpoint; not with tta "flip".
     Returns:
         Network. The input is normalized images [N, H, W, 3] in float16 if the precision is float16, otherwise in
         float32. The network adds the fourth channel, so that the host copies fewer bytes to the GPU.
@@ -150,7 +185,7 @@ def load_fast(
     half = {"amp": True, "amp_level": "O2", "amp_dtype": precision} if precision != "float32" else {"amp": False}
     args.set("internal", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
     args.set("machine", cuda_graph=device == "gpu")
-    network = _load(args, meta, checkpoint, 4, quantize=args.qat, mirror=tta == "flip")
+    network = _load(args, meta, checkpoint, 4, quantize=args.qat, mirror=tta == "flip", features=features)
     if args.amp:
         _cast(network, args.amp_dtype, args.amp_level)
     with static.scope_guard(network.scope), static.program_guard(network.program, static.Program()):
@@ -160,8 +195,15 @@ def load_fast(
         elif precision == "float16" and not args.qat:
             folding.fuse_convolutions(network.program, network.exe)
         with loss_head.scope():
-            host_metrics.add_copy([network.probabilities])
+            host_metrics.add_copy(network.outputs)
     return network
+
+
+def _divide_logits(network, temperature):
+    """Divide the logits of a Network in float32 by a number, in the parameters of its last layer."""
+    for name in ends(network.program).last:
+        divided = (network.parameter(name) / np.float64(temperature)).astype(np.float32)
+        network.scope.find_var(name).get_tensor().set(divided, processes.place(network.args.device))
 
 
 def _cast(network, dtype, level, for_gpu=False):
@@ -191,8 +233,8 @@ def _load(args, meta, checkpoint, channels, **options):
     trained, startup, *_ = _build(args, quantize=args.qat)
     before = args.image_shape[0]
     args.set("internal", image_shape=[channels, *args.image_shape[1:]])
-    program, _, *outer = _build(args, **options)
-    network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
+    program, _, *outer, features = _build(args, **options)
+    network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]), features=features)
     place = processes.place(args.device)
     with static.scope_guard(network.scope):
         network.exe.run(startup)
@@ -289,14 +331,15 @@ def _parameter_names(program):
     return [var.name for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter)]
 
 
-def _build(args, uint8=False, quantize=False, mirror=False):
-    """Return (program, startup program, images, probabilities, logits).
+def _build(args, uint8=False, quantize=False, mirror=False, features=False):
+    """Return (program, startup program, images, probabilities, logits, features or None).
 
     Args:
         args: Settings.
         uint8: see load_checkpoint.
         quantize: whether to insert the fake quantization of --qat.
         mirror: whether to average the probabilities of each image and its mirror image; requires the layout NHWC.
+        features: whether to return a float32 copy of the last feature map. For UsageError, see load_checkpoint.
     """
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
@@ -321,6 +364,7 @@ def _build(args, uint8=False, quantize=False, mirror=False):
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
         logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
+        last = _last_features(program, logits, args.model_arch_name) if features else None
         if quantize:
             quantization.insert(program, on_gpu=args.device == "gpu")
         with loss_head.scope():  # AMP must not change the precision of the probabilities
@@ -330,9 +374,39 @@ def _build(args, uint8=False, quantize=False, mirror=False):
             if mirror:
                 pairs = paddle.reshape(probabilities, [2, -1, args.num_of_class])
                 probabilities = paddle.mean(pairs, axis=0)
+            if last is not None:
+                last = loss_head.add_logits(last)
         block = graph.block(program)
         graph.rename(block, probabilities.name, "probabilities")
-    return program, startup, images, block.var("probabilities"), logits
+    return program, startup, images, block.var("probabilities"), logits, last
+
+
+def _last_features(program, logits, arch):
+    """Return the input of the global average pooling whose output is the input of the last layer.
+
+    Raises:
+        UsageError: the network does not end with global average pooling, changes of the shape and one linear layer.
+    """
+    block = graph.block(program)
+    made_by = {name: op for op in block.ops for name in op.output_arg_names}
+
+    def source(variable, types):
+        op = made_by.get(variable)
+        return op.input("X")[0] if op is not None and op.type in types else None
+
+    pooled = source(source(logits.name, ["elementwise_add"]), ["matmul_v2"])
+    while (before := source(pooled, RESHAPES)) is not None:
+        pooled = before
+    pooling = made_by.get(pooled)
+    last = block.var(pooling.input("X")[0]) if pooling is not None and pooling.type in POOLINGS else None
+    channels = block.var(ends(program).last[1]).shape[0]
+    is_average = last is not None and pooling.attr("pooling_type") in ("avg", None)
+    if not is_average or len(last.shape) != 4 or math.prod(block.var(pooled).shape[1:]) != channels:
+        raise UsageError(
+            f"{network_name(arch)}: class activation maps require a network that ends with global average pooling and "
+            "one linear layer; choose a checkpoint of such a network, such as ResNet50 or MobileNetV2"
+        )
+    return last
 
 
 def _describe(args, meta, images, probabilities):

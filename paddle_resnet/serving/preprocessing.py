@@ -175,20 +175,37 @@ def pixels(image: str | Path | BinaryIO | Image.Image, preprocessing: dict[str, 
         image = Image.open(image)
     levels = upright_rgb(image).astype(np.float32)
     crop, interp = sides(preprocessing), preprocessing["interp"]
-    covered = [int(preprocessing["resize_short"] * side / min(crop) + 0.5) for side in crop]
-    scale = max(covered[0] / levels.shape[0], covered[1] / levels.shape[1])
+    factor = scale(levels.shape[:2], preprocessing)
     for side in crop:  # first resize the height, from [H, W, 3] to [W, side, 3], then the width
-        weights = _weights(levels.shape[0], scale, side, interp)
+        weights = _weights(levels.shape[0], factor, side, interp)
         levels = np.moveaxis(np.tensordot(levels, weights, axes=(0, 1)), 2, 1)
     return np.rint(levels).clip(0, 255).astype(np.uint8)
+
+
+def scale(size: tuple[int, ...], preprocessing: dict[str, Any]) -> float:
+    """Return the factor by which an image of `size` [H, W] is resized before the crop."""
+    crop = sides(preprocessing)
+    covered = [int(preprocessing["resize_short"] * side / min(crop) + 0.5) for side in crop]
+    return max(covered[0] / size[0], covered[1] / size[1])
+
+
+def crop_start(size: int, scale: float, crop: int) -> float:
+    """Return the position of the crop's first edge on one axis, in pixels of the image from its first edge. It is
+    negative if the crop repeats pixels of the edge.
+
+    Args:
+        size: height or width of the image.
+        scale: result of scale().
+        crop: height or width of the crop.
+    """
+    resized = int(size * scale + 0.5)
+    return int((resized - crop + 1) / 2) / scale + (size - resized / scale) / 2
 
 
 def _weights(size, scale, crop, interp):
     """Return the matrix that resizes and crops one axis, float32 [crop, size]."""
     weight, radius, widens = FILTERS[interp]
-    resized = int(size * scale + 0.5)
-    margin = int((resized - crop + 1) / 2)
-    centers = (margin + np.arange(crop) + 0.5) / scale + (size - resized / scale) / 2 - 0.5
+    centers = (np.arange(crop) + 0.5) / scale + crop_start(size, scale, crop) - 0.5
     width = max(1, 1 / scale) if widens else 1
     taps = np.floor(centers - radius * width).astype(int)[:, None] + np.arange(int(2 * radius * width) + 3)
     weights = weight(np.abs(taps - centers[:, None]) / width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import io
 import ipaddress
@@ -92,6 +93,7 @@ def create_app(
     max_bytes: int,
     max_images: int,
     hosts: Sequence[str] = ("*",),
+    heat_map: Callable[[Upload, int], bytes | None] | None = None,
 ) -> Starlette:
     """Return the application: the page at /, and predictions at POST /predict.
 
@@ -105,6 +107,8 @@ def create_app(
         hosts: host names that the Host header of a request may contain; "*" allows any name. Checking the name prevents
             DNS rebinding, in which the domain name of a website resolves to the address of this server; the header then
             contains the name of the website.
+        heat_map: function that maps an Upload and a label to the JPEG file of a heat map, or to None if it cannot be
+            drawn; called like predict. If heat_map is None, requests for heat maps get status 400.
     """
     MultiPartParser.spool_max_size = max_bytes  # keep uploads in memory, because the disk may be full
     slots, key = asyncio.Semaphore(MAX_REQUESTS), "classes" if "multi_label" in description else "top"
@@ -113,7 +117,8 @@ def create_app(
 
     async def page(request):
         nonce = secrets.token_urlsafe()
-        text = template.render(model=description, max_bytes=max_bytes, max_images=max_images, nonce=nonce)
+        limits = {"max_bytes": max_bytes, "max_images": max_images}
+        text = template.render(model=description, **limits, has_heat_maps=heat_map is not None, nonce=nonce)
         return HTMLResponse(
             text.encode(errors="replace"), headers=HEADERS | {"Content-Security-Policy": POLICY.format(nonce=nonce)}
         )
@@ -126,11 +131,18 @@ def create_app(
                 408, f"POST /predict: not received within {BODY_S} s; send fewer or smaller images"
             ) from e
         run = asyncio.get_running_loop().run_in_executor
+        draws = request.query_params.get("heat_map") == "1"
+        if draws and heat_map is None:
+            raise HTTPException(400, "heat_map=1: this model has no heat maps; see the server's stderr")
         images = []
         for upload in uploads:
             if await request.is_disconnected():
                 raise ClientDisconnect
-            images.append(_entry(upload, key, *await run(worker, predict, upload)))
+            top, problem = await run(worker, predict, upload)
+            images.append(_entry(upload, key, top, problem))
+            if draws and problem is None:
+                drawn = await run(worker, heat_map, upload, top[0]["label"]) if top else None
+                images[-1]["heat_map"] = drawn and f"data:image/jpeg;base64,{base64.b64encode(drawn).decode()}"
         return images
 
     async def answer(request):

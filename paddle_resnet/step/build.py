@@ -22,7 +22,7 @@ from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.label_metrics import ScoreMeter
-from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter, TopMeter
+from paddle_resnet.utils.meters import AverageMeter, ConfidenceMeter, ConfusionMeter, TopMeter
 from paddle_resnet.utils.mode import Mode
 
 
@@ -42,11 +42,9 @@ def fetchs_of(
     is_native = facts.of(static.default_main_program()).backend == "native"
     add = loss_head.add_native if is_native else loss_head.add_paddle
     head = add(out, targets, class_num, label_smoothing, mode is Mode.TRAIN)
+    meters = {"confusion": ConfusionMeter(class_num), "of_softmax": ConfidenceMeter()}
     return {
-        name: (
-            variable,
-            ConfusionMeter(class_num) if name == "confusion" else AverageMeter(name, is_ratio=name != "loss"),
-        )
+        name: (variable, meters.get(name) or AverageMeter(name, is_ratio=name != "loss"))
         for name, variable in head.items()
     }
 

@@ -20,6 +20,7 @@ from paddle_resnet.settings import durations, values
 from paddle_resnet.step import trace
 from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.step.metrics import (
+    calibration_over_all_processes,
     confusion_over_all_processes,
     log_metrics,
     multi_label_over_all_processes,
@@ -75,6 +76,8 @@ def run_and_save(
         first_step_s: logger.elapsed_s() when the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
         predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
+        --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}, ece (expected calibration
+        error) and reliability (see metrics.calibration_over_all_processes).
         --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}.
         With Mode.EVAL and --multi-label, instead of top1, top5, confusion and class_top1: the result of
         metrics.multi_label_over_all_processes, without --benchmark.
@@ -271,6 +274,9 @@ class EpochRun:
             result.update(confusion_over_all_processes(self._meters["confusion"]))
             if not args.benchmark:
                 result.update(average_metrics(result["confusion"], args.num_of_class))
+        if "of_softmax" in self._meters and not args.benchmark:
+            is_correct = self._meters["confusion"].is_correct()
+            result.update(calibration_over_all_processes(self._meters["of_softmax"].values(), is_correct))
         if "logits" in self._meters:
             result.update(predictions_on_rank_0(self._meters["confusion"].labels(), self._meters["logits"].rows()))
         if args.benchmark:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paddle_resnet.job import exchange, watchdog
-from paddle_resnet.utils import label_metrics, logger
+from paddle_resnet.utils import confidence, label_metrics, logger
 from paddle_resnet.utils.meters import ConfusionMeter, StepClock, class_metrics, mean
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.signals import Preempted
@@ -13,6 +13,8 @@ from paddle_resnet.utils.signals import Preempted
 def log_metrics(step: tuple[int, ...], metrics: dict, mode: Mode) -> None:
     """Log the metrics of a step, an epoch or a run. See program.log_info."""
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
+    if "reliability" in metrics:
+        numbers["reliability"] = [[int(images), *means] for images, *means in metrics["reliability"].tolist()]
     logger.log(step, {f"{mode.value}.{name}": value for name, value in numbers.items()})
 
 
@@ -59,6 +61,14 @@ def confusion_over_all_processes(meter: ConfusionMeter) -> dict[str, np.ndarray]
     confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # remove the padding
     metrics = class_metrics(confusion, meter.class_num)
     return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
+
+
+def calibration_over_all_processes(confidences, is_correct):
+    """Return {"ece": expected calibration error, "reliability": reliability diagram, see confidence.reliability} over
+    the images of all processes. For the arguments, see confidence.bin_sums."""
+    all_ranks = exchange.all_gather(confidence.bin_sums(confidences, is_correct).reshape(-1))
+    sums = all_ranks.sum(axis=0).reshape(confidence.BINS, -1)
+    return {"ece": confidence.expected_error(sums), "reliability": confidence.reliability(sums)}
 
 
 def multi_label_over_all_processes(meter: label_metrics.ScoreMeter) -> dict:

@@ -293,7 +293,7 @@ def log(step: tuple[int, ...], data: Mapping[str, Any]) -> None:
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
-        data: {name: number or text}. Non-finite numbers become null in the report.
+        data: {name: number, text or list of numbers}. Non-finite numbers become null in the report.
     Raises:
         RunError: the report file can no longer be written.
     """
@@ -350,8 +350,8 @@ def _check_place(report, path):
 
 def _line(step, data):
     """Return the line to print. If all names have the same prefix, such as "train.", the line contains the prefix only
-    once. Averages over classes (precision, recall and F1) appear only in the report."""
-    data = {name: value for name, value in data.items() if not name.endswith(("_macro", "_weighted"))}
+    once. Averages over classes (precision, recall and F1) and the reliability diagram appear only in the report."""
+    data = {name: value for name, value in data.items() if not name.endswith(("_macro", "_weighted", ".reliability"))}
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)
     if len(phases) == 1:

@@ -116,6 +116,11 @@ class ConfusionMeter:
         """Return the label of each image, int64 [n]."""
         return np.concatenate([np.empty((0, 2), np.int64), *self._pairs])[:, 0]
 
+    def is_correct(self) -> np.ndarray:
+        """Return whether the predicted class of each image is its label, bool [n]."""
+        labels, predictions = np.concatenate([np.empty((0, 2), np.int64), *self._pairs]).T
+        return labels == predictions
+
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays [k] for the k different pairs that occurred: the sorted pairs, each encoded as label *
         class_num + prediction, and their counts. Images for which the network predicts no class (encoded as class_num)
@@ -123,6 +128,26 @@ class ConfusionMeter:
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
+
+
+class ConfidenceMeter:
+    """Largest probability of each image."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._values = []
+
+    def update(self, of_softmax: ArrayLike, n: int) -> None:
+        """Add a batch of "of_softmax" from the loss head, [n, 2]."""
+        log_sums = np.asarray(of_softmax, dtype=np.float64)[:, 1]
+        assert len(log_sums) == n, f"{len(log_sums)} confidences for {n} images"
+        self._values.append(np.exp(-log_sums))
+
+    def values(self) -> np.ndarray:
+        """Return float64 [images]; NaN for an image with a NaN or +inf logit."""
+        return np.concatenate([np.empty(0), *self._values])
 
 
 class TopMeter:

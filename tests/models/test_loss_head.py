@@ -45,7 +45,8 @@ def test_native_head_equals_paddle_head(classes, smoothing, is_train):
     native.load()
     expected, _ = run(loss_head.add_paddle, classes, smoothing, is_train)
     result, main = run(loss_head.add_native, classes, smoothing, is_train)
-    assert list(result) == list(expected) == ["loss", "top1", "top5", "gradient" if is_train else "confusion"]
+    others = ["gradient"] if is_train else ["confusion", "of_softmax"]
+    assert list(result) == list(expected) == ["loss", "top1", "top5", *others]
     for name, value in expected.items():
         assert result[name].shape == value.shape, name
         np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -97,7 +97,17 @@ def test_page_is_complete_and_self_contained(trained):
     chart = text.partition("<svg")[2].partition("<svg")[2].partition("</svg>")[0]  # of top1
     best = reading.read(trained / "report.json").best()[0]
     assert dots(chart, f"epoch {best}") == [dots(chart, "validation, ")[best]]
-    assert html_page.tags.count("svg") == 5  # charts of loss, top1, images/s and lr, and the confusion matrix
+    # Charts of loss, top1, images/s and lr, the reliability diagram, and the confusion matrix.
+    assert html_page.tags.count("svg") == 6
+    evaluated = next(e["data"] for e in report if e["step"] == [best] and "val.ece" in e["data"])
+    assert f"expected calibration error {evaluated['val.ece']:.2%}" in html_page.text
+    diagram = text.partition("<h2>Calibration</h2>")[2].partition("</svg>")[0]
+    assert "confidence" in diagram and "validation" in diagram
+    rows = evaluated["val.reliability"]
+    assert len(rows) == 15 and sum(images for images, *_ in rows) == 23
+    assert summary["best.val.ece"] == evaluated["val.ece"]
+    error = sum(images * abs(confidence - accuracy) for images, confidence, accuracy in rows if images) / 23
+    assert error == pytest.approx(evaluated["val.ece"])
 
 
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):
@@ -118,6 +128,9 @@ def test_thumbnails_show_misclassified_images_per_class(trained, photos):
         thumbnail = Image.open(io.BytesIO(base64.b64decode(data)))
         assert max(thumbnail.size) == 288
         assert f"<br>{os.path.basename(name)}</figcaption>" in text
+        heat_map = re.search(rf'<img src="data:image/jpeg;base64,([^"]+)" alt="heat map of {re.escape(name)}"', text)
+        # The heat map shows the same entire image.
+        assert Image.open(io.BytesIO(base64.b64decode(heat_map[1]))).size == pytest.approx(thumbnail.size, abs=1)
         label = next(int(row["label"]) for row in rows if row["image"] == name)
         color = thumbnail.resize((1, 1)).getpixel((0, 0))
         assert max(range(3), key=color.__getitem__) == label
@@ -129,6 +142,7 @@ def test_page_of_evaluation_uses_its_predictions(run_train, checkpoint, tmp_path
     assert run_train(*flags)[0] == 0
     html_page = Reader((tmp_path / "eval.html").read_text())
     assert "Curves" not in html_page.text and "Confusion matrix" in html_page.text
+    assert "Calibration" in html_page.text
     assert len(html_page.addresses) > 0 and not list(tmp_path.glob("report.predictions.csv"))
 
 
@@ -437,7 +451,7 @@ def test_logarithmic_x_axis_has_few_labels(points, expected):
 
 
 def test_charts_of_a_page_have_the_same_x_axis(trained, tmp_path):
-    text = (trained / "page.html").read_text()
+    text = (trained / "page.html").read_text().partition("<h2>Calibration</h2>")[0]
     charts = re.findall(r'<svg class="chart".+?</svg>', text, re.DOTALL)
     check_axes(charts, 4)
     steps = {(epoch, step): {"train.loss": 1.0} for epoch in range(2) for step in range(4)}

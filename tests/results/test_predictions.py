@@ -103,8 +103,8 @@ def test_logits_are_fetched_only_if_required(parse):
     def fetched(*flags):
         return set(program.build(frozen(parse(*flags)), static.Program(), static.Program(), 0, is_train=False)[0])
 
-    assert fetched() == {"loss", "top1", "top5", "confusion"}
-    assert fetched("--report-html", "x.html") == {"loss", "top1", "top5", "confusion", "logits"}
+    assert fetched() == {"loss", "top1", "top5", "confusion", "of_softmax"}
+    assert fetched("--report-html", "x.html") == {"loss", "top1", "top5", "confusion", "of_softmax", "logits"}
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

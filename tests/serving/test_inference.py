@@ -50,14 +50,15 @@ def test_arguments_are_passed_on(monkeypatch, tmp_path):
 def test_checkpoint_on_a_gpu_runs_in_captured_steps(monkeypatch):
     calls, network = [], SimpleNamespace(description=DESCRIPTION)
     monkeypatch.setattr(networks, "load_fast", lambda *arguments: calls.append(arguments) or network)
-    monkeypatch.setattr(inference, "Steps", lambda *arguments: calls.append(arguments) or len)
+    steps = SimpleNamespace(outputs=len)
+    monkeypatch.setattr(inference, "Steps", lambda *arguments: calls.append(arguments) or steps)
     monkeypatch.setattr(inference, "resolve_precision", lambda *arguments: calls.append(arguments) or "float16")
     model = inference.open_checkpoint("m", "gpu", "net", None, (4, 2), "flip")
-    assert calls == [(None, "gpu"), ("m", "float16", "gpu", "net", "flip"), (network, (4, 2))]
+    assert calls == [(None, "gpu"), ("m", "float16", "gpu", "net", "flip", False), (network, (4, 2))]
     assert (model.engine, model.description, model.precision, model.steps) == (
-        *("captured step", DESCRIPTION, "float16", len),
+        *("captured step", DESCRIPTION, "float16", steps),
     )
-    assert model.outputs([1, 2]) == [2]
+    assert model.outputs([1, 2]) == 2
 
 
 @pytest.mark.parametrize(("layout", "axis"), [("NCHW", 3), ("NHWC", 2)])
@@ -111,7 +112,7 @@ def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys
     del calls[2:]
     network.model = lambda: "model"
     assert inference.open_checkpoint("m", "cpu", "net", engine="Paddle") == "model"
-    assert calls[2:] == [("m", "cpu", {"model_arch_name": "net"})]
+    assert calls[2:] == [("m", "cpu", {"model_arch_name": "net", "features": False})]
     assert capsys.readouterr().err == ""
     assert inference.open_checkpoint("m", "cpu", "net") == "model"
     assert calls[3:] == [calls[0], calls[2]]

@@ -44,7 +44,7 @@ def loaded(monkeypatch):
 
     args = parsing.from_dict({"num_of_class": 3, "image_shape": [3, 32, 32]})
     program, scope = static.Program(), static.Scope()
-    network = SimpleNamespace(args=args, program=program, scope=scope, exe="exe", probabilities="p", description={})
+    network = SimpleNamespace(args=args, program=program, scope=scope, exe="exe", outputs=["p"], description={})
     calls, results = [], {"_recorded": ("folder", "meta", args), "_load": network}
     for name in ("_recorded", "_load", "_cast"):
         monkeypatch.setattr(networks, name, step(name))
@@ -235,7 +235,7 @@ def test_steps_of_load_checkpoint(loaded, fold, precision, qat):
     assert network.description == {"precision": precision}
     expected = [
         ("_recorded", ("path", "gpu", "net.py:Net"), {}),
-        ("_load", (args, "meta", "folder", 3), {"uint8": True, "quantize": qat and not fold}),
+        ("_load", (args, "meta", "folder", 3), {"uint8": True, "quantize": qat and not fold, "features": False}),
     ]
     if fold:
         expected += [("fold_batch_norms", (network.program, "exe", 1), {})]
@@ -260,7 +260,7 @@ def test_steps_of_load_fast(loaded, precision, device, tta, qat):
     expected = [
         ("_recorded", ("path", device, "net.py:Net"), {}),
         ("native", ((9, 0) if device == "gpu" else None,), {}),
-        ("_load", (args, "meta", "folder", 4), {"quantize": qat, "mirror": tta == "flip"}),
+        ("_load", (args, "meta", "folder", 4), {"quantize": qat, "mirror": tta == "flip", "features": False}),
         *([("_cast", (network, precision, "O2"), {})] if is_half else []),
         ("fuse_stem", (network.program,), {}),
     ]
@@ -294,7 +294,7 @@ def test_images_are_normalized_mirrored_and_get_a_fourth_channel(monkeypatch, la
     model = SimpleNamespace(eval=lambda: calls.append("eval"))
     monkeypatch.setattr(networks, "build_model", lambda *arguments: calls.append(arguments) or model)
     monkeypatch.setattr(networks, "network_logits", logits)
-    program, _, images, probabilities, _ = networks._build(args, **options)
+    program, _, images, probabilities, *_ = networks._build(args, **options)
     assert calls == [("ResNet50", 10 * channels, channels, layout), "eval", (model, "ResNet50", 10 * channels)]
     assert (images.name, probabilities.name) == ("images", "probabilities")
     shape = (4, 3, 2, 5) if layout == "NCHW" and not options else (4, 2, 5, 3)

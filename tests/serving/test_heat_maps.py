@@ -1,0 +1,293 @@
+import http.client
+import io
+import json
+import re
+import threading
+from base64 import b64decode
+from contextlib import closing
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from PIL import Image
+
+from paddle_resnet import models, predict
+from paddle_resnet.native import build as native
+from paddle_resnet.results import page
+from paddle_resnet.serving import heat_maps, inference, networks
+from paddle_resnet.serving.fixed_sizes import Steps
+from paddle_resnet.utils.errors import UsageError
+
+RED, BLUE = (230, 30, 30), (30, 30, 230)
+
+
+class Corner(nn.Layer):
+    """A network whose logits are the mean redness, 0 and the mean blueness of 8x8 patches."""
+
+    def __init__(self, num_classes, in_channels, data_format):
+        super().__init__()
+        weights = np.zeros([3, in_channels, 8, 8], np.float32)
+        for i, row in enumerate(([1, -0.5, -0.5], [0, 0, 0], [-0.5, -0.5, 1])):
+            weights[i, :3] = np.array(row)[:, None, None] / 64
+        options = {"stride": 8, "bias_attr": False, "data_format": data_format}
+        self.first = nn.Conv2D(in_channels, 3, 8, weight_attr=assigned(weights), **options)
+        self.pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)
+        self.last = nn.Linear(3, num_classes, weight_attr=assigned(np.eye(3, num_classes, dtype=np.float32)))
+
+    def forward(self, images):
+        return self.last(paddle.flatten(self.pool(nn.functional.relu(self.first(images))), 1))
+
+
+class Hidden(Corner):
+    """A network with a hidden layer after the pooling, like MobileNetV3."""
+
+    def forward(self, images):
+        return self.last(nn.functional.relu(paddle.flatten(self.pool(self.first(images)), 1)))
+
+
+def assigned(value):
+    return paddle.ParamAttr(initializer=nn.initializer.Assign(value))
+
+
+@pytest.fixture
+def corner(monkeypatch, once, run_train):
+    """Return a checkpoint of Corner. The learning rate is too low to change the weights."""
+    monkeypatch.setitem(models.MODELS, "Corner", Corner)
+
+    def make(folder):
+        assert run_train("--model-arch-name", "Corner", "--lr", "1e-12", "--output-dir", folder)[0] == 0
+
+    return once("corner", make) / "Corner/0"
+
+
+def image(size, corner, color=RED, orientation=1, suffix="png", square=24):
+    """Return an image file: nearly gray, with a square of a color in a corner of the upright image."""
+    width, height = size
+    pixels = np.full([height, width, 3], (124, 116, 104), np.uint8)  # nearly 0 if normalized
+    x = 0 if "left" in corner else width - square
+    y = 0 if "top" in corner else height - square
+    pixels[y : y + square, x : x + square] = color
+    stored = {1: pixels, 6: np.rot90(pixels), 8: np.rot90(pixels, -1), 2: pixels[:, ::-1]}[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(stored)).save(file, suffix, exif=exif)
+    return file.getvalue()
+
+
+def hottest(heat):
+    """Return the corner that contains the center of the hottest pixels."""
+    y, x = (places.mean() for places in np.nonzero(heat == np.nanmax(heat)))
+    return f"{'top' if y < heat.shape[0] / 2 else 'bottom'} {'left' if x < heat.shape[1] / 2 else 'right'}"
+
+
+@pytest.mark.parametrize("corner_name", ["top left", "top right", "bottom left", "bottom right"])
+@pytest.mark.parametrize(("size", "orientation"), [((48, 48), 1), ((64, 40), 1), ((64, 40), 6), ((40, 64), 8)])
+def test_maximum_is_in_the_corner_that_determines_the_class(corner, corner_name, size, orientation):
+    model = heat_maps.open_model(corner)
+    for color, label in ((RED, 0), (BLUE, 2)):
+        data = image(size, corner_name, color, orientation)
+        probabilities, _ = model.outputs(heat_maps.preprocessing.model_input(io.BytesIO(data), model.description))
+        assert probabilities.argmax() == label
+        heat = heat_maps.heat_map(model, data, label)
+        assert heat.shape == size[::-1]
+        assert hottest(heat) == corner_name
+        assert (np.nanmin(heat), np.nanmax(heat)) == (0, pytest.approx(1, abs=0.2))
+        overlay = np.asarray(Image.open(io.BytesIO(heat_maps.overlay(model, data, label)))).astype(int)
+        assert overlay.shape == (*size[::-1], 3)
+        # The longer side has margins, which the network does not see.
+        width, height = size
+        is_margin = np.isnan(heat)
+        if width != height:
+            middle = is_margin[height // 2] if width > height else is_margin[:, width // 2]
+            assert middle[0] and middle[-1] and not middle[len(middle) // 2]
+            np.testing.assert_array_equal(np.flatnonzero(middle), np.flatnonzero(middle[::-1]))
+
+
+def test_map_has_the_mean_of_the_logit(corner):
+    """The mean of the map of a class, plus the bias, is its logit (Zhou et al., section 2)."""
+    model = heat_maps.open_model(corner)
+    network = networks.load_checkpoint(corner)
+    data = image((52, 36), "top left")
+    images = heat_maps.preprocessing.model_input(io.BytesIO(data), model.description)
+    _, [logits] = network.model(logits=True).outputs(images)
+    bias = network.parameter(models.ends(network.program).last[0])
+    for label in range(3):
+        cam = heat_maps.class_activation(model, data, label)
+        assert cam.shape == (4, 4)
+        assert cam.mean() + bias[label] == pytest.approx(logits[label], abs=1e-5)
+
+
+def test_heat_map_of_a_large_image_is_reduced(corner):
+    model = heat_maps.open_model(corner)
+    data = image((2600, 1300), "bottom right", suffix="jpeg", square=900)
+    overlay = Image.open(io.BytesIO(heat_maps.overlay(model, data, 0)))
+    assert overlay.size == (1024, 512)
+    assert hottest(heat_maps.heat_map(model, data, 0)) == "bottom right"
+
+
+def test_map_without_differences_is_cold(corner):
+    description = heat_maps.open_model(corner).description["preprocessing"]
+    assert np.nanmax(heat_maps._on_image(np.full([4, 4], 3.0), (40, 40), description)) == 0
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_fast_network_returns_the_same_features(corner):
+    network = networks.load_fast(corner, "float32", "cpu", features=True)
+    steps = Steps(network, [2])
+    images = np.random.RandomState(0).randn(3, 32, 32, 3).astype(np.float32)
+    probabilities, features = steps.outputs(images)
+    slow = heat_maps.open_model(corner)
+    expected = slow.outputs(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+    np.testing.assert_allclose(probabilities, expected[0], atol=1e-6)
+    np.testing.assert_allclose(features.transpose(0, 3, 1, 2), expected[1], atol=1e-5)
+    np.testing.assert_array_equal(network.classifier(), slow.classifier)
+    np.testing.assert_array_equal(np.asarray(steps.submit(images[:2])), probabilities[:2])
+
+
+def test_networks_with_a_different_head_are_an_error(monkeypatch, corner):
+    monkeypatch.setitem(models.MODELS, "Corner", Hidden)
+    message = "^Corner: class activation maps require a network that ends with global average pooling and one linear"
+    with pytest.raises(UsageError, match=message):
+        heat_maps.open_model(corner)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_networks_of_the_registry(name, parse):
+    args = parse("--model-arch-name", name, "--image-shape", "3,64,64", "--crop-size", "64", "--resize-short", "64")
+    has_map = not name.startswith(("MobileNetV3", "GhostNet"))
+    if not has_map:
+        with pytest.raises(UsageError, match="class activation maps require"):
+            networks._build(args, features=True)
+        return
+    features = networks._build(args, features=True)[-1]
+    assert min(features.shape[2:]) > 1
+
+
+def test_exports_have_no_features(corner, tmp_path):
+    (tmp_path / "model.json").touch()
+    for path in (tmp_path, tmp_path / "model.onnx"):
+        with pytest.raises(UsageError, match="heat maps require the last feature map, which exported networks do not"):
+            heat_maps.open_model(path)
+    assert inference.is_export(tmp_path)
+
+
+def test_command_writes_a_heat_map_per_image(corner, tmp_path, capsys):
+    photos, maps = tmp_path / "photos", tmp_path / "maps"
+    photos.mkdir()
+    (photos / "a.png").write_bytes(image((64, 40), "bottom right", BLUE, 6))
+    (photos / "b.jpg").write_bytes(b"not an image")
+    (photos / "c.jpg").write_bytes(image((40, 40), "top left", RED, suffix="jpeg"))
+    flags = ["--device", "cpu", "--batch-size", "2", "--json"]
+    assert predict.main([str(corner), str(photos), *flags, "--heat-map", str(maps)]) == 1  # because of b.jpg
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = ["000001_a.png.jpg", "000003_c.jpg.jpg"]
+    assert [line["heat_map"] for line in lines] == [str(maps / name) for name in names]
+    assert [line["top"][0]["label"] for line in lines] == [2, 0]
+    assert sorted(path.name for path in maps.iterdir()) == names
+    model = heat_maps.open_model(corner)
+    assert (maps / names[0]).read_bytes() == heat_maps.overlay(model, (photos / "a.png").read_bytes(), 2)
+    # Without the flag, the predictions are the same.
+    assert predict.main([str(corner), str(photos), *flags]) == 1
+    plain = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert plain == [{name: line[name] for name in ("image", "top")} for line in lines]
+    assert predict.main([str(corner), str(photos), *flags, "--heat-map", str(maps)]) == 2  # not empty
+
+
+def test_image_that_pillow_cannot_read_has_no_heat_map(corner, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.png").write_bytes(image((40, 40), "top left"))
+    monkeypatch.setattr(heat_maps.preprocessing, "upright_rgb", lambda image: 1 / 0)
+    flags = ["--device", "cpu", "--heat-map", str(tmp_path / "maps")]
+    assert predict.main([str(corner), str(tmp_path / "a.png"), *flags]) == 1
+    captured = capsys.readouterr()
+    assert "a.png has no heat map, because Pillow cannot read it (division by zero)" in captured.err
+    assert "a.png: " in captured.out
+
+
+def test_command_needs_a_checkpoint_with_a_suitable_head(corner, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.png").write_bytes(image((40, 40), "top left"))
+    monkeypatch.setitem(models.MODELS, "Corner", Hidden)
+    flags = ["--device", "cpu", "--heat-map", str(tmp_path / "maps")]
+    assert predict.main([str(corner), str(tmp_path / "a.png"), *flags]) == 2
+    assert "Corner: class activation maps require" in capsys.readouterr().err
+    assert not (tmp_path / "maps").exists()
+
+
+def test_page_of_server_shows_heat_maps(corner, monkeypatch, capsys):
+    pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
+    from paddle_resnet.serving import web
+
+    def ask(port, path, body=None):
+        headers = {"Content-Type": "multipart/form-data; boundary=B"} if body else {}
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+            connection.request("POST" if body else "GET", path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def serve(app, listener, announce):
+        server, port = web.create_server(app), listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        head = b'--B\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
+        body = head + data + b"\r\n--B--\r\n"
+        answers.append([ask(port, "/"), ask(port, "/predict", body), ask(port, "/predict?heat_map=1", body)])
+        server.should_exit = True
+        thread.join()
+
+    answers, data = [], image((40, 40), "bottom left", BLUE)
+    monkeypatch.setattr(web, "serve", serve)
+    assert predict.main([str(corner), "--serve", "0", "--device", "cpu"]) == 0
+    [((_, page), *texts)] = answers
+    assert 'fetch("predict?heat_map=1"' in page
+    [plain], [drawn] = (json.loads(text)["images"] for _, text in texts)
+    url = drawn.pop("heat_map")
+    assert drawn == plain and drawn["top"][0]["label"] == 2
+    head, _, encoded = url.partition(",")
+    assert head == "data:image/jpeg;base64"
+    assert b64decode(encoded) == heat_maps.overlay(heat_maps.open_model(corner), data, 2)
+    capsys.readouterr()
+    monkeypatch.setitem(models.MODELS, "Corner", Hidden)
+    assert predict.main([str(corner), "--serve", "0", "--device", "cpu"]) == 0
+    assert "the page shows no heat maps: Corner: class activation maps require" in capsys.readouterr().err
+    (_, page), (plain_status, _), (drawn_status, text) = answers[1]
+    assert 'fetch("predict"' in page
+    assert (plain_status, drawn_status) == (200, 400)
+    assert json.loads(text)["error"].startswith("heat_map=1: this model has no heat maps")
+
+
+@pytest.fixture
+def squares(tmp_path):
+    """Return a data set with wrong labels: blue squares in class 0, gray images in class 1, red squares in class 2."""
+    for split in ("train", "val"):
+        for label, color in enumerate((BLUE, (124, 116, 104), RED)):
+            for i, corner_name in enumerate(("top left", "bottom right", "top right") * 3):
+                path = tmp_path / f"squares/{split}/class{label}/{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(image((40, 40), corner_name, color))
+    return tmp_path / "squares"
+
+
+@pytest.mark.parametrize("scope", ["train_eval", "eval_only"])
+def test_page_of_a_run_shows_what_speaks_for_the_predicted_class(
+    corner, run_train, squares, tmp_path, monkeypatch, scope
+):
+    html = tmp_path / "page.html"
+    flags = ["--model-arch-name", "Corner", "--lr", "1e-12", "--report-html", html]
+    if scope == "eval_only":
+        flags += ["--run-scope", scope, "--from-checkpoint", corner]
+    assert run_train(*flags, image_root=squares)[0] == 0
+    text = html.read_text()
+    assert "Below it: which regions speak for the predicted class (red)." in text
+    shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="heat map of ([^"]+)"', text)
+    assert {name.split("/")[-2] for _, name in shown} >= {"class0", "class2"}
+    model = heat_maps.open_model(corner)
+    for encoded, name in shown:
+        path = next(path for path in (squares / "val").glob("*/*") if str(path).endswith(name))
+        if path.parent.name == "class1":
+            continue
+        drawn = heat_maps.overlay(model, path.read_bytes(), {"class0": 2, "class2": 0}[path.parent.name])
+        assert f"data:image/jpeg;base64,{encoded}" == page._small(Image.open(io.BytesIO(drawn)))
+    monkeypatch.setitem(models.MODELS, "Corner", Hidden)
+    assert run_train(*flags, "--overwrite", image_root=squares)[0] == 0
+    assert "No heat maps: Corner: class activation maps require" in html.read_text()
