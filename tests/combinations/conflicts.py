@@ -166,6 +166,7 @@ FLAGS = [
             ("--asp --prune-model", "--asp"),
             ("--qat", "--qat"),
             ("--data-layout NHWC --kernels native", "--kernels native"),
+            ("--multi-label", "--multi-label"),
         )
     ),
 ]

@@ -140,7 +140,9 @@ def test_checkpoint_is_evaluated_and_exported_with_legacy_programs(run_train, ph
 
 
 @only_paddle_3
-@pytest.mark.parametrize("flags", ["--amp", "--asp --prune-model", "--qat", "--kernels native --data-layout NHWC"])
+@pytest.mark.parametrize(
+    "flags", ["--amp", "--asp --prune-model", "--qat", "--multi-label", "--kernels native --data-layout NHWC"]
+)
 def test_flags_that_pir_programs_do_not_support_conflict(run_train, capsys, flags):
     assert run_train(*PIR, *flags.split())[0] == 2
     name = " ".join(flags.split()[: 2 if "native" in flags else 1])
