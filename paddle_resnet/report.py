@@ -504,8 +504,9 @@ def write_classes(
     from paddle_resnet.results import predictions as table
 
     paths = tables(args.part(output.Settings), args.run_scope.evaluates, args.multi_label)
+    place = args.image_root, args.data_format, args.skip_list, args.allow_outside
     if args.multi_label:
-        _write_multi_label(args, paths, result, classes, epoch)
+        _write_multi_label(place, paths, result, classes, epoch)
         return numbers
     class_num = len(result["class_top1"])
     names = table.class_names(classes, class_num)
@@ -523,15 +524,15 @@ def write_classes(
     rows = [(*pair, names[pair[0]], names[pair[1]], epoch) for pair in pairs]
     _write(paths.get("confusion"), ("label", "predicted", "images", "class", "predicted_class", "epoch"), rows)
     if "predictions" in result:
-        place = args.image_root, args.data_format, args.skip_list, args.allow_outside
         images = table.list_images(*place, count=len(result["predictions"]))
         table.write(paths["predictions"], images, result["predictions"], names)
     return numbers
 
 
-def _write_multi_label(args, paths, result, classes, epoch):
+def _write_multi_label(place, paths, result, classes, epoch):
     """Like write_classes, with --multi-label: the columns of REPORT.classes.csv are label, class, images, predicted,
-    correct, ap, threshold, precision, recall, f1, epoch, and there is no REPORT.confusion.csv."""
+    correct, ap, threshold, precision, recall, f1, epoch, and there is no REPORT.confusion.csv. `place` is the first
+    arguments of predictions.list_images."""
     from paddle_resnet.results import predictions as table
 
     names = table.class_names(classes, len(result["thresholds"]))
@@ -547,7 +548,6 @@ def _write_multi_label(args, paths, result, classes, epoch):
     ]
     _write(paths.get("averages"), ("average", *meters.CLASS_METRICS, "epoch"), rows)
     if "predictions" in paths:
-        place = args.image_root, args.data_format, args.skip_list, args.allow_outside
         images = table.list_images(*place, count=len(result["scores"]), is_multi_label=True)
         table.write_multi_label(paths["predictions"], images, result["scores"], result["thresholds"], names)
 
