@@ -162,7 +162,7 @@ def baseline_command(args: argparse.Namespace, arch: str, row: str) -> list[str]
 def own_command(args: argparse.Namespace, arch: str, task: str, report: Path) -> list[str]:
     """Return the command that measures a task with this project, and writes the report to the file `report`."""
     scope = "train_only" if task.startswith("train") else "eval_only"
-    side = str(args.crop_size)
+    side, channels = str(args.crop_size), 4 if args.device == "gpu" else 3
     command = [args.paddle_python]
     if is_for_two(task):
         gpus = ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2])
@@ -171,7 +171,7 @@ def own_command(args: argparse.Namespace, arch: str, task: str, report: Path) ->
     command += ["train.py", "--benchmark", "--run-scope", scope, "--report-file", str(report)]
     command += ["--benchmark-steps", str(args.steps), "--benchmark-warmup-steps", str(args.warmup_steps)]
     command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", arch]
-    command += ["--crop-size", side, "--image-shape", f"4,{side},{side}", "--device", args.device]
+    command += ["--crop-size", side, "--image-shape", f"{channels},{side},{side}", "--device", args.device]
     command += ["--interp", "linear"]  # the baselines use the same filter
     command += ["--show-config", "false", "--print-interval", str(10**9)]
     command += HALF if args.device == "gpu" else []

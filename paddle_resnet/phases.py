@@ -70,10 +70,11 @@ def find_start(args: values.Settings) -> restore.StartCheckpoint | None:
     restore.resolve_network(args)
     checkpoint = restore.find(args)
     restore.inherit_flags(args, checkpoint)
+    progress.phase("kernel compilation")
+    resolution.resolve_layout(args)
     resolution.resolve_loader(args)
     for warning in validation.warnings(args):
         logger.warn(warning)
-    progress.phase("kernel compilation")
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     folder = folders.run_folder(args.output_dir, args.model_arch_name)

@@ -10,7 +10,7 @@ from paddle import static
 
 from paddle_resnet import resolution
 from paddle_resnet.job import fleet
-from paddle_resnet.machine import compat
+from paddle_resnet.machine import compat, cpu
 from paddle_resnet.settings import values
 from paddle_resnet.step import build as building
 from paddle_resnet.step import compile as compilation
@@ -56,6 +56,8 @@ def start_fleet(args: values.Settings) -> None:
     fleet.start."""
     global _started_with
     _started_with = args
+    if args.device == "cpu":
+        cpu.keep_freed_memory()
     needs_serial_run = args.cuda_graph or args.profile_steps is not None
     fleet.start(args.seed, args.device, args.data_layout, args.kernels, needs_serial_run)
 

@@ -203,7 +203,9 @@ class _Recipe:
 
     def choose_machine(self):
         reason = f"the run is on a {self._facts.machine}"
-        self._set(reason, amp=self._facts.has_gpu, data_layout="NHWC" if self._facts.has_gpu else "NCHW")
+        self._set(reason, amp=self._facts.has_gpu)
+        if self._facts.has_gpu:
+            self._set(reason, data_layout="NHWC")
         self._set("--amp", dali_output_fp16=self._settings.amp)
         if self._settings.amp:
             self._set("--amp", amp_level="O2")

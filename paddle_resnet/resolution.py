@@ -6,7 +6,7 @@ device               resolve_device, before the processes connect; drops values 
                      and --fuse-resunit, which has no effect
 choice               recipe.choose (--choose-recipe)
 checkpoint           restore.inherit_flags, through settings/inheritance.py
-machine              resolve_loader and resolve_kernels
+machine              resolve_layout, resolve_loader and resolve_kernels
 data                 resolve_classes
 output               resolve_report
 """
@@ -54,6 +54,7 @@ def resolve_data(settings: values.Settings, mode: Mode) -> values.Settings:
     resolved = settings.resolved
     if not resolved.is_frozen:
         resolve_device(resolved)
+        resolve_layout(resolved)
         resolve_loader(resolved)
         resolve_classes(resolved, mode)
     return resolved
@@ -89,6 +90,27 @@ def drop_unused(settings: values.Settings) -> None:
     validation.drop_unused(settings)
     while settings.dropped:
         logger.info(settings.dropped.pop(0))
+
+
+def resolve_layout(settings: values.Settings) -> None:
+    """On a CPU with --kernels auto, choose NHWC if the custom kernels can be built. These kernels are faster than
+    Paddle's and support only NHWC. If --data-layout is explicit or inherited, it does not change."""
+    is_free = settings.origin("data_layout") == "default"
+    if settings.device != "cpu" or settings.kernels != "auto" or not is_free:
+        return
+    try:
+        if not native.has_onednn():
+            raise native.Unavailable("this build of Paddle contains no oneDNN 3")
+        native.load()
+    except native.Unavailable as e:
+        _log_unavailable(e)
+        settings.resolve("machine", kernels="paddle")
+    else:
+        settings.resolve("machine", data_layout="NHWC")
+
+
+def _log_unavailable(reason: native.Unavailable) -> None:
+    logger.info(f"--kernels auto: custom kernels are unavailable ({reason}); using Paddle's slower kernels")
 
 
 def resolve_loader(settings: values.Settings) -> None:
@@ -129,14 +151,14 @@ def resolve_kernels(settings: values.Settings) -> None:
     requested = settings.kernels
     validation.check_kernels(settings.part(machine.Settings))
     if requested == "auto":
-        settings.resolve("machine", kernels="native" if is_on_gpu and settings.data_layout == "NHWC" else "paddle")
+        settings.resolve("machine", kernels="native" if settings.data_layout == "NHWC" else "paddle")
     if settings.kernels == "native":
         try:
             native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if is_on_gpu else None)
         except native.Unavailable as e:
             if requested == "native":
                 raise UsageError(f"--kernels native: {e}; fix this problem, or use --kernels paddle") from e
-            logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using Paddle's slower kernels")
+            _log_unavailable(e)
             settings.resolve("machine", kernels="paddle")
     # A run with --profile-steps does not capture steps, because a trace cannot attribute the kernels of a CUDA graph to
     # operators.
@@ -150,7 +172,7 @@ def resolve_classes(settings: values.Settings, mode: Mode) -> None:
     does not define classes.
 
     Args:
-        settings: Settings; modified in place.
+        settings: values.Settings; modified in place.
         mode: the split whose classes are counted, Mode.TRAIN or Mode.EVAL.
     Raises:
         UsageError: the data set cannot be read.

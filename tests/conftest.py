@@ -286,6 +286,8 @@ def parse():
 
     def parse(*flags):
         args = config.parse_args(tiny(*flags))
+        if args.kernels == "auto":  # test Paddle's kernels unless the test chooses the custom kernels
+            args.resolve("machine", kernels="paddle")
         resolution.resolve_device(args)
         resolution.resolve_loader(args)
         if processes.world_size() == 1:

@@ -41,7 +41,9 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     record(phases.agreement, "check_start")
     record(phases.recipe, "choose")
     record(phases.restore, "resolve_network", "find", "inherit_flags")
-    record(phases.resolution, "resolve_loader", "resolve_kernels", "resolve_classes", "resolve_report")
+    record(
+        phases.resolution, "resolve_layout", "resolve_loader", "resolve_kernels", "resolve_classes", "resolve_report"
+    )
     record(phases.budget, "is_needed")
     record(phases.progress, "phase")
     record(phases.saver, "check_folder")
@@ -58,8 +60,14 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     assert phases.find_start(args) == "checkpoint"
     folder = Path("o/Tiny")
     expected = [(name, args) for name in ("check_start", "choose", "resolve_network", "find")]
-    expected += [("inherit_flags", args, "checkpoint"), ("resolve_loader", args), ("warn", "unusual")]
-    expected += [("phase", "kernel compilation"), ("resolve_kernels", args), ("resolve_classes", args, mode)]
+    expected += [("inherit_flags", args, "checkpoint"), ("phase", "kernel compilation")]
+    expected += [
+        ("resolve_layout", args),
+        ("resolve_loader", args),
+        ("warn", "unusual"),
+        ("resolve_kernels", args),
+        ("resolve_classes", args, mode),
+    ]
     expected += [
         ("resolve_report", args, folder, phases.report.default_name(args.run_scope, args.benchmark)),
         ("is_needed", args, "checkpoint"),

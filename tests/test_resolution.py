@@ -138,7 +138,8 @@ def test_images_are_decoded_on_device_of_run(monkeypatch, shard, device):
     [
         ("gpu", "--data-layout NHWC", "native", [(9, 2)]),
         ("gpu", "", "paddle", []),
-        ("cpu", "--data-layout NHWC", "paddle", []),
+        ("cpu", "--data-layout NHWC", "native", [None]),
+        ("cpu", "--data-layout NCHW", "paddle", []),
         ("cpu", "--data-layout NHWC --kernels native", "native", [None]),
         ("gpu", "--data-layout NHWC --kernels paddle", "paddle", []),
     ],
@@ -154,6 +155,29 @@ def test_default_kernels_depend_on_device_and_layout(monkeypatch, device, flags,
     resolution.resolve_kernels(args)
     assert (args.kernels, loaded) == (kernels, loads)
     assert bool(args.cuda_graph) == (device == "gpu" and kernels == "native")
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_compiler", "expected"),
+    [
+        ("", True, ("NHWC", "native")),
+        ("", False, ("NCHW", "paddle")),
+        ("--kernels paddle", True, ("NCHW", "paddle")),
+        ("--data-layout NCHW", True, ("NCHW", "paddle")),
+    ],
+)
+def test_layout_on_cpu_is_that_of_custom_kernels(monkeypatch, capsys, flags, has_compiler, expected):
+    def load(capability=None):
+        if not has_compiler:
+            raise native.Unavailable("no C++ compiler (g++)")
+
+    monkeypatch.setattr(native, "load", load)
+    args = config.parse_args(["--device", "cpu", *flags.split()])
+    resolution.resolve_layout(args)
+    resolution.resolve_kernels(args)
+    assert (args.data_layout, args.kernels) == expected
+    message = "--kernels auto: custom kernels are unavailable (no C++ compiler (g++)); using Paddle's slower kernels"
+    assert capsys.readouterr().out.count(message) == (not has_compiler)
 
 
 def test_unavailable_kernels_are_replaced_unless_explicit(monkeypatch, capsys):
@@ -201,7 +225,7 @@ def test_all_flags_are_resolved_and_frozen_once(tmp_path):
         2,
         "data",
         "cpu",
-        "paddle",
+        "native",
     )
     args = config.parse_args([*flags, "--num-of-class", "7", "--report-file", "r"])
     resolution.resolve_report(args, tmp_path, "report.json")

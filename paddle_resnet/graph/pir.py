@@ -52,6 +52,10 @@ def _dropout(X, Seed, dropout_prob, is_test, dropout_implementation):
     return _C_ops.dropout(X, Seed, dropout_prob, is_test, dropout_implementation, 0, False)
 
 
+def _sigmoid_cross_entropy(X, Label, normalize, ignore_index):
+    return _C_ops.sigmoid_cross_entropy_with_logits(X, Label, None, normalize, ignore_index)
+
+
 # {legacy operator: function of its inputs and attributes that appends operators and returns the outputs}
 _OPERATORS = {
     **{name: _same(name) for name in ("assign", "exp", "log", "sqrt", "sigmoid", "reciprocal", "clip", "concat")},
@@ -69,7 +73,11 @@ _OPERATORS = {
     "isfinite_v2": _same("isfinite"),
     "lerp": lambda X, Y, Weight: paddle.lerp(X, Y, Weight),
     "matmul_v2": lambda X, Y, trans_x, trans_y: paddle.matmul(X, Y, trans_x, trans_y),
+    "relu": lambda X: paddle.nn.functional.relu(X),
+    "pow": lambda X, factor: paddle.pow(X, factor),
     "scale": lambda X, scale, bias=0.0: paddle.scale(X, scale, bias),
+    "sigmoid_cross_entropy_with_logits": _sigmoid_cross_entropy,
+    "softplus": lambda X, beta, threshold: paddle.nn.functional.softplus(X, beta, threshold),
     "split": lambda X, axis, num, sections: paddle.split(X, sections, axis),
     "squared_l2_norm": lambda X: _C_ops.squared_l2_norm(X),
     "sum": lambda X: paddle.add_n(X),

@@ -1,5 +1,6 @@
-"""The properties of the CPU that determine how its kernels round: number of threads and instruction set."""
+"""The properties of the CPU that determine how its kernels round, and the memory of its kernels."""
 
+import ctypes
 import os
 import re
 from pathlib import Path
@@ -8,6 +9,18 @@ _INFO = Path("/proc/cpuinfo")
 _VECTOR_EXTENSIONS = re.compile("avx.*|fma|amx.*|asimd.*|sve.*")
 # oneDNN and MKL use fewer instructions if one of these environment variables is set.
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+
+# Parameters of mallopt (malloc.h of glibc).
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+
+def keep_freed_memory():
+    """Make malloc keep freed memory for the next allocation. Otherwise, malloc returns the memory of each large tensor
+    to the system, and the system clears each page again when the next step touches it. Has no effect without glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, -1)
 
 
 def arithmetic() -> dict[str, int | str]:

@@ -85,8 +85,8 @@ Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Ten
   coefficients = empty_floats({4, shape.channels}, x);
   Tensor y = empty_as(x);
   if (mask) {
-    auto mask_shape = x.shape();
-    mask_shape.back() = shape.vectors;
+    auto mask_shape = x.shape();  // one byte per vector of channels on a GPU, per channel on the CPU
+    if (x.is_gpu()) mask_shape.back() = shape.vectors;
     *mask = paddle::empty(mask_shape, DataType::UINT8, x.place());
   }
   float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
@@ -145,7 +145,7 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   if (gradients.empty() || gradients.size() > (dz ? 2 : 1))
     PD_THROW("custom BN gradient: expected one gradient, or up to two after a residual addition");
   for (const Tensor &gradient : gradients) require_like(x, gradient, "gradient");
-  if (mask && mask->numel() != x.numel() / shape.lanes)
+  if (mask && mask->numel() != x.numel() / (x.is_gpu() ? shape.lanes : 1))
     PD_THROW("custom BN gradient: the size of the mask does not match the input");
   if (z) require_like(x, *z, "addend");
   float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias);

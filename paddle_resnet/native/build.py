@@ -23,6 +23,7 @@ from pathlib import Path
 import paddle
 from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
+from paddle_resnet.machine import cpu
 from paddle_resnet.utils import cache, files
 from paddle_resnet.utils.errors import UsageError
 
@@ -32,7 +33,10 @@ SOURCES = Path(__file__).parent
 OPERATOR_FILES = ("operators.cc", "**/*.h")
 KERNEL_FILES = ("common.h", "activations.h", "optimizers.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
-COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
+COMPILER_FLAGS = (
+    *("-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-Wall"),
+)
 
 
 def cache_folder() -> Path:
@@ -67,6 +71,12 @@ def missing(capability: tuple[int, int] | None = None) -> str | None:
     if capability is not None and not cache.is_trusted(_kernels_file(capability)) and _nvrtc() is None:
         return "no NVRTC library (libnvrtc.so)"
     return None
+
+
+def has_onednn() -> bool:
+    """Return whether Paddle contains the version of oneDNN whose functions onednn.h declares. Paddle's wheels for x86
+    contain it."""
+    return Path(paddle.__file__).with_name("libs").joinpath("libdnnl.so.3").exists()
 
 
 def load(capability: tuple[int, int] | None = None) -> None:
@@ -115,7 +125,13 @@ def register() -> ctypes.CDLL:
 
 
 def _operators_file():
-    versions = [platform.machine(), paddle.version.full_version, paddle.version.commit, *COMPILER_FLAGS]
+    versions = [
+        platform.machine(),
+        cpu.arithmetic()["instructions"],
+        paddle.version.full_version,
+        paddle.version.commit,
+        *COMPILER_FLAGS,
+    ]
     return cache_folder() / f"operators-{_key(OPERATOR_FILES, *versions)}.so"
 
 

@@ -124,8 +124,10 @@ std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter,
     return {dx, dfilter};
   }
   require_float32(x);
-  reference::depthwise_conv_gradient(data<float>(x), data<float>(filter), data<float>(dy), batch, channels, window,
-                                     data<float>(dx), data<float>(dfilter));
+  reference::depthwise_conv_input_gradient(data<float>(filter), data<float>(dy), batch, channels, window,
+                                           data<float>(dx));
+  reference::depthwise_conv_filter_gradient(data<float>(x), data<float>(dy), batch, channels, window,
+                                            data<float>(dfilter));
   return {dx, dfilter};
 }
 

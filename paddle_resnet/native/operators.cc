@@ -1,8 +1,8 @@
 // The library of custom Paddle operators. This file defines the functions that Python calls, and the inputs, outputs,
 // attributes, shapes and types of all operators. The headers in this folder implement the operators. Most
 // operators check their arguments, allocate their results, and then launch a kernel on Paddle's stream or, on the CPU,
-// run a float32 loop from reference/. Exceptions: conv.h calls cuDNN on a GPU, dropout.h contains its own CPU loop, and
-// async_copy.h only copies.
+// run a float32 loop from reference/. Exceptions: conv.h calls cuDNN on a GPU, onednn.h calls oneDNN on the CPU,
+// dropout.h contains its own CPU loop, and async_copy.h only copies.
 
 #include <cstdint>
 #include <vector>
@@ -15,6 +15,7 @@
 #include "dropout.h"
 #include "gpu.h"
 #include "loss.h"
+#include "onednn.h"
 #include "pointwise_conv.h"
 #include "pool.h"
 #include "paddle/phi/api/all.h"
@@ -259,6 +260,40 @@ PD_BUILD_OP(native_conv)
     .SetKernelFn(PD_KERNEL(Conv))
     .SetInferShapeFn(PD_INFER_SHAPE(ConvShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(ConvType));
+
+// Convolution on the CPU, onednn.h
+
+extern "C" bool paddle_resnet_has_onednn() { return OneDnn::is_loaded(); }
+
+Shapes Conv2dShape(const Dims &x, const Dims &filter, const std::vector<int> &strides,
+                   const std::vector<int> &paddings, const std::vector<int> &dilations, int groups) {
+  return {conv2d_shape(geometry_of(x, filter, strides, paddings, dilations, groups))};
+}
+Types Conv2dType(DataType x, DataType) { return {x}; }
+PD_BUILD_OP(native_conv2d)
+    .Inputs({"X", "Filter"})
+    .Outputs({"Y"})
+    .Attrs({"strides: std::vector<int>", "paddings: std::vector<int>", "dilations: std::vector<int>", "groups: int"})
+    .SetKernelFn(PD_KERNEL(Conv2d))
+    .SetInferShapeFn(PD_INFER_SHAPE(Conv2dShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(Conv2dType));
+
+Shapes Conv2dBackwardShape(const Dims &x, const Dims &filter, const Dims &, const paddle::optional<Shapes> &,
+                           const std::vector<int> &, const std::vector<int> &, const std::vector<int> &, int, bool,
+                           bool) {
+  return {x, filter};
+}
+Types Conv2dBackwardType(DataType x, DataType filter, DataType, const paddle::optional<Types> &) {
+  return {x, filter};
+}
+PD_BUILD_OP(native_conv2d_backward)
+    .Inputs({"X", "Filter", "DY", paddle::Optional(paddle::Vec("Into"))})
+    .Outputs({"DX", "DFilter"})
+    .Attrs({"strides: std::vector<int>", "paddings: std::vector<int>", "dilations: std::vector<int>", "groups: int",
+            "needs_dx: bool", "needs_dfilter: bool"})
+    .SetKernelFn(PD_KERNEL(Conv2dBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(Conv2dBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(Conv2dBackwardType));
 
 // 1x1 convolution, pointwise_conv.h
 

@@ -42,6 +42,8 @@ ACTIVATIONS = {
     "mish": ({"threshold": 20.0}, "mish"),
 }
 
+CONVOLUTIONS = ("conv2d", "depthwise_conv2d")
+
 # Activations that the kernels fuse with BN and a residual addition, in addition to "linear".
 ADDED = ("relu", "mish")
 
@@ -51,7 +53,7 @@ ADDED = ("relu", "mish")
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
-def fuse(program: static.Program) -> int:
+def fuse(program: static.Program, uses_onednn: bool = False) -> int:
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
     are not replaced. All kernels except that of dropout require that the size of the last axis, which is the number of
     channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes through it. The
@@ -60,6 +62,8 @@ def fuse(program: static.Program) -> int:
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
+        uses_onednn: whether custom operators also compute all other float32 convolutions in NHWC, with oneDNN, which
+            requires a CPU.
     Returns:
         the number of replaced operators.
     """
@@ -84,6 +88,8 @@ def fuse(program: static.Program) -> int:
             _fuse_concat(graph, op)
         elif op.type == "depthwise_conv2d" and has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
+        elif uses_onednn and op.type in CONVOLUTIONS and op.attr("data_format") == "NHWC" and _has_float32(graph, op):
+            _fuse_conv(graph, op)
         elif op.type == "conv2d" and is_pointwise(graph, op, POINTWISE_TYPES):
             fuse_pointwise_conv(graph, op)
             _split_pointwise_gradient(graph, op)
@@ -377,6 +383,32 @@ def _fuse_depthwise_conv(graph, op):
         inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
     outputs = {"DX": dx, "DFilter": dfilter}
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
+
+
+def _has_float32(graph: Graph, op: Operator) -> bool:
+    return all(variable.dtype == paddle.float32 for variable in graph.variables(op, "Input", "Filter").values())
+
+
+def _fuse_conv(graph: Graph, op: Operator) -> None:
+    """Replace a convolution and its gradient with the operators of native/onednn.h."""
+    x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
+    attrs = {name: op.attr(name) for name in ("strides", "dilations", "groups")}
+    attrs["paddings"] = [n for pair in padding(graph, op) for n in pair]
+    inputs = {"X": x, "Filter": filters}
+    graph.replace([op], op, "native_conv2d", inputs, {"Y": out}, dict(attrs))
+    gradient = graph.gradient(op, is_complete=False)
+    if gradient is None:
+        return
+    inputs["DY"] = graph.variables(gradient, "Output@GRAD")["Output@GRAD"]
+    dx, dfilter = (graph.output_or_unused(gradient, f"{n}@GRAD", v) for n, v in (("Input", x), ("Filter", filters)))
+    if dfilter.name in graph.coalesced:
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
+    needed = {
+        "needs_dx": bool(gradient.output("Input@GRAD")),
+        "needs_dfilter": bool(gradient.output("Filter@GRAD")),
+    }
+    outputs = {"DX": dx, "DFilter": dfilter}
+    graph.replace([gradient], gradient, "native_conv2d_backward", inputs, outputs, attrs | needed)
 
 
 def is_pointwise(graph: Graph, op: Operator, types: Collection) -> bool:

@@ -172,8 +172,8 @@ def warnings(settings: values.Settings) -> Iterator[str]:
             yield f"{flag_and_value}: has no effect without --benchmark; add it, or remove {flag_name(name)}"
     if OPTIMIZERS[settings.optimizer].is_adaptive and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
-    if settings.device == "cpu" and settings.data_layout == "NHWC":
-        yield "--data-layout NHWC: slower than NCHW on a CPU; use NCHW"
+    if settings.device == "cpu" and settings.data_layout == "NHWC" and settings.kernels == "paddle":
+        yield "--data-layout NHWC: with --kernels paddle, slower than NCHW on a CPU; use NCHW"
     if settings.device == "cpu" and settings.dali_output_fp16:
         yield "--dali-output-fp16: rounds images to half precision, which has no benefit on a CPU; remove the flag"
 

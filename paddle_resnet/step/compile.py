@@ -10,6 +10,7 @@ from paddle import static
 from paddle_resnet import graph
 from paddle_resnet.components import accumulation, optimizer, precision
 from paddle_resnet.job import processes
+from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import fusion, statistics
 from paddle_resnet.settings import values
@@ -118,7 +119,7 @@ def _compile(args, source, is_train, change=lambda program: None):
     if args.device == "cpu" and args.data_layout == "NCHW":
         _use_onednn(program)
     if args.kernels == "native":
-        fusion.fuse(program)
+        fusion.fuse(program, uses_onednn=args.device == "cpu" and native.has_onednn())
         _update_natively(program)
     else:
         statistics.keep_statistics_finite(program)

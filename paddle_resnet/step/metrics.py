@@ -75,7 +75,7 @@ def multi_label_over_all_processes(meter: label_metrics.ScoreMeter) -> dict:
     """Return the result of label_metrics.evaluate for the images of all processes, with arrays instead of lists. On
     rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}."""
     own = meter.rows()
-    all_ranks = exchange.gather(own.tobytes())  # None on all ranks but rank 0, which alone evaluates
+    all_ranks = exchange.gather(own.tobytes())
     rows = np.frombuffer(b"".join(all_ranks or []), np.float32).reshape(-1, own.shape[1])
     result = exchange.from_rank_0(lambda: label_metrics.evaluate(rows, meter.thresholds))
     result = {name: np.array(value) if isinstance(value, list) else value for name, value in result.items()}

@@ -3,6 +3,7 @@ kernels, so the results are equal; in NCHW, legacy programs use oneDNN's convolu
 
 import pickle
 
+import multi_label_data
 import numpy as np
 import paddle
 import pytest
@@ -82,6 +83,18 @@ def test_losses_evaluations_and_checkpoints_equal_those_of_legacy_programs(run_t
         assert actual[2] == pytest.approx(expected[2], rel=0, abs=1e-6)
     newest = [next((tmp_path / name / "Tiny").glob("latest")).resolve() for name in reports]
     assert_equal_checkpoints(*newest, atol=2e-6)
+
+
+@only_paddle_3
+@pytest.mark.parametrize("flags", [(), ("--asymmetric-loss", "4,1,0.05"), ("--asymmetric-loss", "4,0,0")])
+def test_multi_label_losses_equal_those_of_legacy_programs(run_train, tmp_path, flags):
+    root, reports = multi_label_data.write(tmp_path / "data"), []
+    for name, representation in (("legacy", ()), ("pir", PIR)):
+        options = (*NHWC, "--multi-label", "--tta", "flip", *flags, *representation)
+        code, report = run_train(*options, "--output-dir", tmp_path / name, image_root=root)
+        assert code == 0
+        reports.append(losses(report))
+    assert reports[1] == pytest.approx(reports[0], rel=0, abs=1e-6)
 
 
 @only_paddle_3

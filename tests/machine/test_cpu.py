@@ -1,9 +1,13 @@
 """The properties of the CPU that checkpoints record."""
 
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
+from conftest import ROOT
 from paddle_resnet.machine import cpu
 
 
@@ -36,3 +40,28 @@ def test_paddle_sets_number_of_threads():
     import paddle  # noqa: F401
 
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from paddle_resnet.machine import cpu
+if sys.argv[1] == "keep":
+    cpu.keep_freed_memory()
+for step in range(12):
+    np.empty(40 << 20, np.uint8).fill(1)  # larger than the largest threshold above which glibc maps each block
+    if step == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc")
+def test_freed_memory_is_used_again():
+    faults = {}
+    for mode in ("default", "keep"):
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS, mode], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        faults[mode] = int(done.stdout)
+    assert faults["keep"] < faults["default"] / 10

@@ -1048,6 +1048,67 @@ def test_loss_of_non_finite_logits(device, where):
     assert np.isnan(smoothed.item())
 
 
+# (input channels, outputs, image size, kernel size, stride, paddings, dilation, groups). Convolutions with 3x3 filters,
+# at least 64 channels and stride 1 use Winograd's algorithm. Sizes are even, odd, and too large for one matrix product.
+ONEDNN_CONVOLUTIONS = [
+    (4, 32, (17, 18), 3, 2, (1, 1, 1, 1), 1, 1),
+    (3, 16, (16, 16), 3, 2, (0, 1, 0, 1), 1, 1),
+    (64, 64, (14, 14), 3, 1, (1, 1, 1, 1), 1, 1),
+    (64, 80, (7, 9), 3, 1, (1, 1, 1, 1), 1, 1),
+    (128, 64, (24, 23), 3, 1, (1, 1, 1, 1), 1, 1),
+    (64, 64, (1, 2), 3, 1, (1, 1, 1, 1), 1, 1),
+    (64, 64, (9, 9), 3, 1, (2, 2, 2, 2), 2, 1),
+    (32, 24, (9, 7), 1, 1, (0, 0, 0, 0), 1, 1),
+    (64, 128, (8, 8), 1, 2, (0, 0, 0, 0), 1, 1),
+    (32, 32, (9, 9), 3, 1, (1, 1, 1, 1), 1, 4),
+    (12, 12, (9, 9), 7, 1, (3, 3, 3, 3), 1, 12),
+]
+
+
+@pytest.mark.parametrize("where", ["cpu"])
+@pytest.mark.parametrize("case", ONEDNN_CONVOLUTIONS, ids=str)
+def test_convolution_and_its_gradients_on_the_cpu(device, where, case):
+    channels, outputs, size, kernel, stride, padding, dilation, groups = case
+    if not native.has_onednn():
+        pytest.skip("this build of Paddle contains no oneDNN 3")
+    rng = np.random.RandomState(0)
+    x = rng.randn(3, *size, channels)
+    filters = rng.randn(outputs, channels // groups, kernel, kernel) / (kernel * (channels // groups) ** 0.5)
+    images, weights = (paddle.to_tensor(array, stop_gradient=False) for array in (x.transpose(0, 3, 1, 2), filters))
+    y = paddle.nn.functional.conv2d(images, weights, None, stride, list(padding), dilation, groups)
+    dy = rng.randn(*y.shape)
+    y.backward(paddle.to_tensor(dy))
+
+    inputs = [paddle.to_tensor(array.astype("float32")) for array in (x, filters, dy.transpose(0, 2, 3, 1))]
+    geometry = [[stride] * 2, list(padding), [dilation] * 2, groups]
+    close(run("native_conv2d", *inputs[:2], *geometry)[0], y.numpy().transpose(0, 2, 3, 1), "float32")
+    expected = images.grad.numpy().transpose(0, 2, 3, 1), weights.grad.numpy()
+    gradients = run("native_conv2d_backward", *inputs, None, *geometry, True, True)
+    for actual, value in zip(gradients, expected, strict=True):
+        close(actual, value, "float32")
+    # The result is the same in each run, and can be written to existing memory.
+    into = paddle.zeros_like(inputs[1])
+    again = run("native_conv2d_backward", *inputs, [into], *geometry, True, True)
+    assert same([*gradients, gradients[1]], [*again, into])
+    assert same(run("native_conv2d_backward", *inputs, None, *geometry, False, True)[1:], gradients[1:])
+    assert same(run("native_conv2d_backward", *inputs, None, *geometry, True, False)[:1], gradients[:1])
+
+
+@pytest.mark.parametrize("where", ["cpu"])
+def test_convolution_checks_its_arguments(device, where):
+    x, filters = paddle.ones([1, 4, 4, 8]), paddle.ones([8, 8, 3, 3])
+    geometry = [[1, 1], [1, 1, 1, 1], [1, 1], 1]
+    for inputs, values, message in (
+        ([x, paddle.ones([8, 4, 3, 3])], geometry, "C / groups"),
+        ([x, filters], [[1, 1], [1, 1], [1, 1], 1], "values for height and width"),
+        ([x[:, :1, :1], paddle.ones([8, 8, 5, 5])], geometry, "larger than the padded images"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run("native_conv2d", *inputs, *values)
+    with pytest.raises(Exception, match="gradient with the output's shape"):
+        run("native_conv2d_backward", x, filters, x[:, :2], None, *geometry, True, True)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_non_finite_values_propagate(device, where, dtype, value):
@@ -1381,10 +1442,10 @@ def test_invalid_compiler_command_is_rejected(empty_cache, monkeypatch):
 
 
 def test_kernels_and_capture_are_selected_by_device_and_flags(monkeypatch):
-    for changes in ({}, {"data_layout": "NCHW"}, {"kernels": "paddle"}):
+    for changes, kernels in (({}, "native"), ({"data_layout": "NCHW"}, "paddle"), ({"kernels": "paddle"}, "paddle")):
         args = flags(**changes)
         resolution.resolve_kernels(args)
-        assert (args.kernels, args.cuda_graph) == ("paddle", False)
+        assert (args.kernels, args.cuda_graph) == (kernels, False)
     # The simulated GPUs meet the requirements of the custom kernels.
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(native, "missing", lambda capability: None)

@@ -12,7 +12,7 @@ from paddle import nn, static
 from paddle.utils import unique_name
 
 from conftest import NHWC, assert_one_error, frozen, losses, phase
-from helpers import random_batches
+from helpers import build, random_batches
 from paddle_resnet import graph, models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.components import precision
@@ -24,6 +24,7 @@ from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
 from paddle_resnet.step import scalars
+from paddle_resnet.step.compile import fused_operators
 
 BLOCKS = {
     "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
@@ -75,6 +76,21 @@ def test_fused_training_has_same_results(parse, monkeypatch, block):
     for name, value in plain.items():
         tolerance = 0.07 if name.endswith(".w_2") else 1e-4
         np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("network", ["Tiny", "TinyMobile"])
+def test_custom_operators_compute_all_convolutions_on_a_cpu(parse, network):
+    args = parse(*NHWC, "--kernels", "native", "--model-arch-name", network)
+    if not native.has_onednn():
+        pytest.skip("this build of Paddle contains no oneDNN 3")
+    native.load()
+    for is_train in (True, False):
+        compiled = build(args, is_train=is_train)[0]
+        counts = fused_operators(args, compiled)
+        assert counts["native_conv2d"] > 1
+        assert counts.get("native_conv2d_backward", 0) == counts["native_conv2d"] * is_train
+        types = {node.name() for node in compiled._graph.nodes() if node.is_op()}
+        assert not types & {"conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad"}
 
 
 def assert_same_training(monkeypatch, args, unfused):

@@ -12,7 +12,17 @@ from conftest import assert_one_error, phase
 from paddle_resnet.step import trace
 from paddle_resnet.utils.errors import UsageError
 
-BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]
+PADDLE = ["--kernels", "paddle"]
+BENCHMARK = [
+    *PADDLE,
+    "--benchmark",
+    "--benchmark-steps",
+    "4",
+    "--benchmark-warmup-steps",
+    "2",
+    "--data-format",
+    "synthetic",
+]
 
 
 def events(path):
@@ -83,7 +93,7 @@ def test_trace_on_a_gpu_contains_its_kernels(monkeypatch, device):
 def test_only_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
     started, start = [], Profiler.start
     monkeypatch.setattr(Profiler, "start", lambda self: started.append(self) or start(self))
-    assert run_train("--epochs", "2", "--profile-steps", "1:3", *flags)[0] == 0
+    assert run_train(*PADDLE, "--epochs", "2", "--profile-steps", "1:3", *flags)[0] == 0
     assert len(started) == 1
     assert [path.name for path in (tmp_path / "output/profile").iterdir()] == ["steps_1_3_rank0.json"]
     counts = events(tmp_path / "output/profile/steps_1_3_rank0.json")
@@ -146,7 +156,7 @@ def test_run_that_continues_inside_epoch_traces_steps_of_its_first_pass(run_trai
 
 def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before, tmp_path):
     """The trace contains steps of the next training epoch, but none of the evaluation."""
-    flags = ["--resume", "--profile-steps", "1:3", "--epochs", "2"]
+    flags = [*PADDLE, "--resume", "--profile-steps", "1:3", "--epochs", "2"]
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
     shutil.rmtree(tmp_path / "output/profile")

@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "../common.h"
+#include "parallel.h"
 
 namespace reference {
 
@@ -29,36 +31,62 @@ struct Element {
 // Computes y and positions [batch, out_height, out_width, channels]. If several values are equal, the first one is the
 // maximum. NaN is treated as larger than all numbers.
 inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
-  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
-  for (int64_t i = 0; i < outputs; ++i) {
-    const auto [image, row, column, channel] = Element(i, window, channels);
-    bool is_first = true;
-    for (int position = 0; position < window.kernel * window.kernel; ++position) {
-      const int h = row * window.stride - window.padding + position / window.kernel;
-      const int w = column * window.stride - window.padding + position % window.kernel;
-      if (h < 0 || h >= window.height || w < 0 || w >= window.width) continue;
-      const float value = x[((image * window.height + h) * window.width + w) * channels + channel];
-      if (!is_first && !(value > y[i]) && !std::isnan(value)) continue;
-      is_first = false;
-      y[i] = value;
-      positions[i] = position;
+  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width;
+  in_parallel(threads_for(outputs * channels), outputs, [&](int, int64_t first, int64_t last) {
+    std::vector<int> all_largest(channels);
+    int *__restrict largest = all_largest.data();  // positions as int, so that the compiler vectorizes the loop
+    for (int64_t i = first; i < last; ++i) {
+      const auto [image, row, column, channel] = Element(i * channels, window, channels);
+      float *__restrict out = y + i * channels;
+      bool is_first = true;
+      for (int position = 0; position < window.kernel * window.kernel; ++position) {
+        const int h = row * window.stride - window.padding + position / window.kernel;
+        const int w = column * window.stride - window.padding + position % window.kernel;
+        if (h < 0 || h >= window.height || w < 0 || w >= window.width) continue;
+        const float *in = x + ((image * window.height + h) * window.width + w) * channels;
+        if (is_first) {
+          for (int c = 0; c < channels; ++c) out[c] = in[c], largest[c] = position;
+        } else {
+#pragma omp simd
+          for (int c = 0; c < channels; ++c) {
+            const bool is_larger = in[c] > out[c] || in[c] != in[c];
+            out[c] = is_larger ? in[c] : out[c];
+            largest[c] = is_larger ? position : largest[c];
+          }
+        }
+        is_first = false;
+      }
+      for (int c = 0; c < channels; ++c) positions[i * channels + c] = largest[c];
     }
-  }
+  });
 }
 
 // Computes dx [batch, height, width, channels] from the gradient dy [+ dy2] of the output; `dy2` may be null.
 inline void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *positions, int batch, int channels,
                               const Window &window, float *dx) {
-  std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);
-  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
-  for (int64_t i = 0; i < outputs; ++i) {
-    const auto [image, row, column, channel] = Element(i, window, channels);
-    const int h = row * window.stride - window.padding + positions[i] / window.kernel;
-    const int w = column * window.stride - window.padding + positions[i] % window.kernel;
-    float &sum = dx[((image * window.height + h) * window.width + w) * channels + channel];
-    sum += dy[i];
-    if (dy2) sum += dy2[i];
-  }
+  const int64_t image_size = static_cast<int64_t>(window.height) * window.width * channels;
+  const int64_t outputs = static_cast<int64_t>(window.out_height) * window.out_width;
+  in_parallel(threads_for(batch * image_size), batch, [&](int, int64_t begin, int64_t end) {
+    std::fill(dx + begin * image_size, dx + end * image_size, 0.f);
+    for (int64_t i = begin * outputs; i < end * outputs; ++i) {
+      const auto [image, row, column, channel] = Element(i * channels, window, channels);
+      const float *first = dy + i * channels, *second = dy2 ? dy2 + i * channels : nullptr;
+      const uint8_t *at = positions + i * channels;
+      for (int position = 0; position < window.kernel * window.kernel; ++position) {
+        const int h = row * window.stride - window.padding + position / window.kernel;
+        const int w = column * window.stride - window.padding + position % window.kernel;
+        if (h < 0 || h >= window.height || w < 0 || w >= window.width) continue;
+        float *out = dx + ((image * window.height + h) * window.width + w) * channels;
+        if (second) {
+#pragma omp simd
+          for (int c = 0; c < channels; ++c) out[c] += at[c] == position ? first[c] + second[c] : 0.f;
+        } else {
+#pragma omp simd
+          for (int c = 0; c < channels; ++c) out[c] += at[c] == position ? first[c] : 0.f;
+        }
+      }
+    }
+  });
 }
 
 // The pixels of the image in one window, and the factor of their average.

@@ -7,28 +7,51 @@
 #include <cstdint>
 #include <vector>
 
+#include "parallel.h"
+
 namespace reference {
 
 // Computes out [N, C] as `factor` times the sum of x [times y] over the pixels of each image. `y` may be null.
 inline void image_sums(const float *x, const float *y, int images, int pixels, int channels, float factor, float *out) {
-  for (int image = 0; image < images; ++image) {
-    std::vector<double> sums(channels);
-    for (int64_t i = 0; i < static_cast<int64_t>(pixels) * channels; ++i) {
-      const int64_t at = static_cast<int64_t>(image) * pixels * channels + i;
-      sums[i % channels] += static_cast<double>(x[at]) * (y ? y[at] : 1);
+  const int64_t image_size = static_cast<int64_t>(pixels) * channels;
+  in_parallel(threads_for(images * image_size), images, [&](int, int64_t first, int64_t last) {
+    for (int64_t image = first; image < last; ++image) {
+      std::vector<double> all_sums(channels);
+      double *__restrict sums = all_sums.data();
+      for (int pixel = 0; pixel < pixels; ++pixel) {
+        const int64_t at = image * image_size + static_cast<int64_t>(pixel) * channels;
+        const float *in = x + at, *other = y ? y + at : nullptr;
+        if (other) {
+#pragma omp simd
+          for (int i = 0; i < channels; ++i) sums[i] += static_cast<double>(in[i]) * other[i];
+        } else {
+#pragma omp simd
+          for (int i = 0; i < channels; ++i) sums[i] += in[i];
+        }
+      }
+      for (int i = 0; i < channels; ++i) out[image * channels + i] = sums[i] * factor;
     }
-    for (int channel = 0; channel < channels; ++channel) out[image * channels + channel] = sums[channel] * factor;
-  }
+  });
 }
 
 // Computes y = x times factors [N, C] [+ offsets [N, C] / pixels]. `offsets` may be null.
 inline void scale_images(const float *x, const float *factors, const float *offsets, int images, int pixels,
                          int channels, float *y) {
-  const int64_t image_size = static_cast<int64_t>(pixels) * channels;
-  for (int64_t i = 0; i < images * image_size; ++i) {
-    const int64_t channel = i / image_size * channels + i % channels;
-    y[i] = x[i] * factors[channel] + (offsets ? offsets[channel] / pixels : 0);
-  }
+  const int64_t rows = static_cast<int64_t>(images) * pixels;
+  in_parallel(threads_for(rows * channels), rows, [&](int, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t image = row / pixels * channels;
+      const float *in = x + row * channels, *scale = factors + image, *added = offsets ? offsets + image : nullptr;
+      float *out = y + row * channels;
+      if (added) {
+#pragma omp simd
+        for (int i = 0; i < channels; ++i) out[i] = in[i] * scale[i] + added[i] / pixels;
+      } else {
+#pragma omp simd
+        for (int i = 0; i < channels; ++i) out[i] = in[i] * scale[i];
+      }
+    }
+  });
 }
 
 inline void sigmoid(const float *x, int64_t size, float *y) {

@@ -20,7 +20,7 @@ class Settings:
         "auto",
         "kernels of the training step; native: custom kernels for normalization, activations, depthwise and 1x1 "
         "convolutions, pooling, loss and optimizer, in NHWC only (docs/kernels.md); paddle: Paddle's kernels; auto: "
-        "native on a GPU in NHWC if the custom kernels can be built, otherwise paddle",
+        "native in NHWC if the custom kernels can be built, otherwise paddle",
         topic="machine",
         kind="machine",
         choices=["auto", "native", "paddle"],
@@ -55,7 +55,8 @@ class Settings:
     )
     data_layout: str = flag(
         "NCHW",
-        "memory layout of the images",
+        "memory layout of the images; on a CPU with --kernels auto, NHWC is the default if the custom kernels can be "
+        "built",
         topic="precision",
         choices=["NCHW", "NHWC"],
     )
