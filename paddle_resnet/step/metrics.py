@@ -63,7 +63,7 @@ def confusion_over_all_processes(meter: ConfusionMeter) -> dict[str, np.ndarray]
     return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
 
 
-def calibration_over_all_processes(confidences, is_correct):
+def calibration_over_all_processes(confidences: np.ndarray, is_correct: np.ndarray) -> dict:
     """Return {"ece": expected calibration error, "reliability": reliability diagram, see confidence.reliability} over
     the images of all processes. For the arguments, see confidence.bin_sums."""
     all_ranks = exchange.all_gather(confidence.bin_sums(confidences, is_correct).reshape(-1))
