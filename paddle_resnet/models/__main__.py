@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from paddle_resnet import graph
 from paddle_resnet.models import MODELS, registered, registered_name
 from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.command_line import Parser
@@ -40,6 +39,7 @@ def size(arch: str, side: int, num_classes: int = CLASSES) -> dict[str, int]:
         from paddle import static
         from paddle.utils import unique_name
 
+    from paddle_resnet import graph
     from paddle_resnet.models import build_model, logits
     from paddle_resnet.models.layers import is_float32
 
