@@ -1,4 +1,4 @@
-"""Training reads splits under the names of other programs, and says which files it took."""
+"""Training reads splits under the names of other programs, and logs which files it reads."""
 
 import shutil
 
