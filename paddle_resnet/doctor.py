@@ -277,7 +277,10 @@ def _decode_image(device):
     (images,) = pipeline.run()
     pixels = np.asarray((images.as_cpu() if device == "gpu" else images)[0])
     if pixels.shape != (48, 64, 3) or np.abs(pixels.astype(int) - (200, 100, 50)).max() > 8:
-        raise ValueError(f"DALI decoded a test image incorrectly: shape {pixels.shape}, first pixel {pixels[0, 0]}")
+        raise ValueError(
+            f"DALI decoded a test image incorrectly: shape {pixels.shape} and first pixel {pixels[0, 0]} instead of "
+            "(48, 64, 3) and about (200, 100, 50)"
+        )
 
 
 def _test_training(what, launcher, flags, missing):

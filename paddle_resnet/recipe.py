@@ -233,7 +233,8 @@ class _Recipe:
         self._set(reason, batch_size=max(1, batch_size))
 
     def choose_augmentation(self):
-        """Choose the augmentation based on the number of training images. See benchmarks/log/flowers_h200.md."""
+        """Choose the augmentation and the dropout, based on the number of training images and on whether the run is
+        fine-tuned. See benchmarks/log/flowers_h200.md."""
         images = f"{self._facts.images} training images"
         has_many, has_few = self._facts.images >= MANY_IMAGES, self._is_fine_tuned and self._facts.images < FEW_IMAGES
         if not self._settings.crop_padding:

@@ -532,7 +532,7 @@ def test_two_dashes_are_not_a_value(flag):
 
 
 def test_fraction_of_lookahead_that_is_0_in_float32_is_an_error():
-    assert error_of("--lookahead 5,1e-320").startswith("--lookahead: '5,1e-320' is not of the form K,A; use a whole")
+    assert error_of("--lookahead 5,1e-320").startswith("--lookahead: '5,1e-320': expected K,A with a whole number")
     assert parse("--lookahead 5,1e-6").lookahead == [5, 1e-6]
 
 

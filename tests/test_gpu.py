@@ -451,8 +451,8 @@ def test_mish_and_self_attention_are_captured_in_every_precision(run_train, dete
     assert_captured_losses_are_equal(run_train, capsys, "--epochs", "3", *flags, "--kernels", "native")
 
 
-# {name: function of an image x [4, 5, 6, 16] and a factor per image and channel} of Paddle's operators that networks
-# apply in half precision.
+# Paddle's operators that networks apply in half precision: {name: function of a batch x [4, 5, 6, 16] in NHWC and a
+# factor for each image and channel, [4, 1, 1, 16]}
 OPERATORS = {
     "relu": lambda x, factors: F.relu(x),
     "relu6": lambda x, factors: F.relu6(x),

@@ -300,7 +300,7 @@ def foreign_prefix(folder: str | Path, model_prefix: FlagValue) -> str:
 
 
 def is_foreign(folder: str | Path) -> bool:
-    """Return whether a folder contains parameters that this program did not write, such as a checkpoint of NVIDIA's
+    """Return whether a folder contains parameters that this project did not write, such as a checkpoint of NVIDIA's
     example. Such a folder contains neither meta.json nor .unfinished."""
     try:
         names = os.listdir(folder)
@@ -429,8 +429,8 @@ def newest_first(root: str | Path) -> tuple[list[tuple[Path, dict[str, Any]]], l
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Return whether a folder contains a checkpoint: a meta.json, valid or damaged, or parameters from a different
-    program."""
+    """Return whether a folder contains a checkpoint: a meta.json, valid or damaged, or parameters that a different
+    trainer wrote (see is_foreign)."""
     return os.path.lexists(Path(folder) / META) or is_foreign(folder)
 
 

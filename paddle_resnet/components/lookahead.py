@@ -33,8 +33,8 @@ def parse(text: str) -> list | None:
         return values
     except (ValueError, argparse.ArgumentTypeError) as e:
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not of the form K,A; use a whole number K above 0 and a fraction A from "
-            f"{LEAST_FRACTION:g} to 1, such as 6,0.5"
+            f"'{text}': expected K,A with a whole number K above 0 and a fraction A from {LEAST_FRACTION:g} to 1, such "
+            "as 6,0.5"
         ) from e
 
 

@@ -16,7 +16,7 @@ SIZE = 4.6, 2.7  # inches; a page scales the chart to the width of its column
 # With at least 10 values, the y axis ends at their 98th percentile if the largest value exceeds OUTLIER times this
 # percentile.
 OUTLIER = 3
-TINY = 1e-30  # smaller values are drawn as 0, because ticks between them would exceed the precision of float64
+TINY = 1e-30  # smaller values are drawn as 0, because matplotlib cannot place ticks between them
 MOST_DOTS = 30  # lines with at most this number of points have dots
 # {CSS variable of the page: color in matplotlib's file, which _inline replaces with the variable}
 COLORS = {

@@ -41,8 +41,8 @@ def add(step: StepBuilder, name: str, weight_of: Callable[[], float]) -> None:
 
 
 def state(step: StepBuilder, name: str, flag: str, what: str) -> facts.State:
-    """Return the State of the averages that add() has added under a name, for a flag. `what` describes them in
-    messages. Checkpoints contain the averages in the file PREFIX.pdema."""
+    """Return the State of the averages that add() has added as VARIABLE.name. `flag` is the flag that adds them, and
+    `what` describes them in messages. Checkpoints contain the averages in the file PREFIX.pdema."""
     variables = {source: f"{source}.{name}" for source in _values(step)}
     return facts.State(variables, facts.AVERAGES, starts_as_source=True, flag=flag, what=what)
 

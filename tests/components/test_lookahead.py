@@ -137,5 +137,5 @@ def test_slow_weights_start_at_loaded_weights(run_train, checkpoint, tmp_path, s
 
 @pytest.mark.parametrize("value", ["6", "0,0.5", "6,0", "6,1.5", "x,0.5", "1,2,3"])
 def test_invalid_values_are_rejected(parse, value):
-    with pytest.raises(UsageError, match=f"--lookahead: '{value}' is not of the form K,A"):
+    with pytest.raises(UsageError, match=f"--lookahead: '{value}': expected K,A"):
         parse("--lookahead", value)

@@ -152,7 +152,7 @@ def _found(root, rows, images, allow_partial):
     for row in rows:
         found = images.find(row)
         if len(found) > 1:
-            raise UsageError(f"{row.place}: {row.image} may be {' or '.join(found[:5])}; write the path")
+            raise UsageError(f"{row.place}: {row.image} matches {' and '.join(found[:5])}; write the path of one")
         if not found:
             missing.append(row)
             paths.append(None)

@@ -402,7 +402,7 @@ BAD = {
     "two tables": (all_of(image_id, table(TWO, "labels.csv")), "contains several tables (labels.csv, train.csv)"),
     "ambiguous image": (
         all_of(table(TWO), lambda root: flat(root, "more", ("train",))),
-        "line 2: t0a may be images/t0a.jpg or",
+        "line 2: t0a matches images/t0a.jpg and",
     ),
     "outside": (table("id,label\n../x.jpg,0\n"), "line 2: ../x.jpg is not in"),
     "not image": (
