@@ -129,7 +129,7 @@ def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch, mode):
     monkeypatch.setattr(program.fleet, "connect", starts.append)
     monkeypatch.setattr(program.resolution, "resolve", lambda args, mode: starts.append(mode) or resolve(args, mode))
     monkeypatch.setattr(program, "start_fleet", lambda args: (starts.append(args), start(args)))
-    args = config.parse_args(flags)
+    args = config.parse_args([*flags, "--data-layout", "NCHW"])
     for is_train in (mode is Mode.TRAIN, mode is not Mode.TRAIN):
         _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 3, is_train)
     assert [*feeds["data"].shape] == [-1, 3, 32, 32]

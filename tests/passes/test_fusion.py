@@ -224,9 +224,11 @@ def test_fused_evaluation_has_same_results(request, parse, monkeypatch, network,
             exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
         )
         assert [value.shape for value in result] == [value.shape for value in expected]
-        np.testing.assert_allclose(result[0], expected[0], rtol=1e-5)
-        for value, reference in zip(result[1:], expected[1:], strict=True):
-            np.testing.assert_array_equal(value, reference)
+        for value, reference in zip(result, expected, strict=True):
+            if value.dtype == np.float32:  # losses and the values from which the confidence is computed
+                np.testing.assert_allclose(value, reference, rtol=1e-5, atol=1e-6)
+            else:
+                np.testing.assert_array_equal(value, reference)
 
 
 def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
