@@ -95,8 +95,8 @@ def drop_unused(settings: values.Settings) -> None:
 def resolve_layout(settings: values.Settings) -> None:
     """On a CPU with --kernels auto, choose NHWC if the custom kernels can be built. These kernels are faster than
     Paddle's and support only NHWC. If --data-layout is explicit or inherited, it does not change."""
-    is_free = settings.origin("data_layout") == "default"
-    if settings.device != "cpu" or settings.kernels != "auto" or not is_free:
+    is_supported = settings.device == "cpu" and settings.program_representation == "legacy"
+    if not is_supported or settings.kernels != "auto" or settings.origin("data_layout") != "default":
         return
     try:
         if not native.has_onednn():
@@ -151,7 +151,8 @@ def resolve_kernels(settings: values.Settings) -> None:
     requested = settings.kernels
     validation.check_kernels(settings.part(machine.Settings))
     if requested == "auto":
-        settings.resolve("machine", kernels="native" if settings.data_layout == "NHWC" else "paddle")
+        is_supported = settings.data_layout == "NHWC" and settings.program_representation == "legacy"
+        settings.resolve("machine", kernels="native" if is_supported else "paddle")
     if settings.kernels == "native":
         try:
             native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if is_on_gpu else None)

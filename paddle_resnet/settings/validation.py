@@ -24,7 +24,7 @@ ONE_LABEL = ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
 HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
 # {flag: value that PIR programs do not support}. Without a GPU, --cuda-graph and its value have no effect.
-_NOT_IN_PIR = {"amp": True, "asp": True, "qat": True, "kernels": "native", "multi_label": True}
+_NOT_IN_PIR = {"amp": True, "asp": True, "qat": True, "kernels": "native"}
 
 
 def check(settings: values.Settings) -> None:

@@ -214,7 +214,6 @@ UNCHANGED = {
 # values in NOT_IN_PIR, with which they conflict.
 PIR_FLAGS = ["--program-representation", "pir"]
 NOT_IN_PIR = {"layout": ["NHWC native"], "qat": ["on"], "sparsity": ["mask_1d", "mask_2d_greedy", "mask_2d_best"]}
-NOT_IN_PIR |= {"labels": ["several", "asymmetric"]}
 
 
 def has_pir(number, values):

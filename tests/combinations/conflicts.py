@@ -166,7 +166,6 @@ FLAGS = [
             ("--asp --prune-model", "--asp"),
             ("--qat", "--qat"),
             ("--data-layout NHWC --kernels native", "--kernels native"),
-            ("--multi-label", "--multi-label"),
         )
     ),
 ]

@@ -16,7 +16,7 @@ from paddle_resnet.utils.errors import UsageError
 
 only_paddle_2 = pytest.mark.skipif(compat.IS_PADDLE_3, reason="tests Paddle 2.6 only")
 only_paddle_3 = pytest.mark.skipif(not compat.IS_PADDLE_3, reason="Paddle 2.6 has no PIR programs")
-PIR, NHWC = ("--program-representation", "pir"), ("--data-layout", "NHWC")
+PIR, NHWC = ("--program-representation", "pir"), ("--data-layout", "NHWC", "--kernels", "paddle")
 SHORT = (*NHWC, "--iter-unit", "batch", "--num-iter", 20, "--print-interval", 1)
 REGULARIZED = (
     *("--clip-grad-norm", 0.5, "--ema", 0.8, "--lookahead", "2,0.5", "--class-weights", "balanced", "--mixup", 0.4),
@@ -101,7 +101,7 @@ def test_multi_label_losses_equal_those_of_legacy_programs(run_train, tmp_path, 
 def test_losses_in_nchw_are_close_to_those_with_onednn(run_train, tmp_path):
     of = {}
     for name, representation in (("legacy", ()), ("pir", PIR)):
-        _, of[name] = run_train("--lr", 0, *representation, "--output-dir", tmp_path / name)
+        _, of[name] = run_train("--lr", 0, "--kernels", "paddle", *representation, "--output-dir", tmp_path / name)
     np.testing.assert_allclose([*losses(of["pir"]).values()], [*losses(of["legacy"]).values()], rtol=1e-5)
 
 
@@ -140,9 +140,7 @@ def test_checkpoint_is_evaluated_and_exported_with_legacy_programs(run_train, ph
 
 
 @only_paddle_3
-@pytest.mark.parametrize(
-    "flags", ["--amp", "--asp --prune-model", "--qat", "--multi-label", "--kernels native --data-layout NHWC"]
-)
+@pytest.mark.parametrize("flags", ["--amp", "--asp --prune-model", "--qat", "--kernels native --data-layout NHWC"])
 def test_flags_that_pir_programs_do_not_support_conflict(run_train, capsys, flags):
     assert run_train(*PIR, *flags.split())[0] == 2
     name = " ".join(flags.split()[: 2 if "native" in flags else 1])
