@@ -374,15 +374,28 @@ def _fuse_depthwise_conv(graph, op):
             graph.replace(ops, ops[-1], "native_depthwise_conv_bn_inference", inputs, outputs, attrs)
             return
     graph.replace([op], op, "native_depthwise_conv", inputs, {"Y": out}, dict(attrs))
+    _fuse_conv_gradient(graph, op, "native_depthwise_conv_backward", inputs, attrs)
+
+
+def _fuse_conv_gradient(graph: Graph, op: Operator, name: str, inputs: dict, attrs: dict, needed: tuple = ()) -> None:
+    """If the program has the gradient of a convolution, replace it with a custom operator.
+
+    Args:
+        op: convolution, which has already been replaced.
+        name: custom operator.
+        inputs, attrs: those of the custom operator that replaced `op`.
+        needed: pairs of a boolean attribute and the gradient that the program uses if it is true.
+    """
     gradient = graph.gradient(op, is_complete=False)
     if gradient is None:
         return
-    inputs["DY"] = graph.variables(gradient, "Output@GRAD")["Output@GRAD"]
+    x, filters = inputs["X"], inputs["Filter"]
+    inputs = inputs | {"DY": graph.variables(gradient, "Output@GRAD")["Output@GRAD"]}
     dx, dfilter = (graph.output_or_unused(gradient, f"{n}@GRAD", v) for n, v in (("Input", x), ("Filter", filters)))
     if dfilter.name in graph.coalesced:
         inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
-    outputs = {"DX": dx, "DFilter": dfilter}
-    graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
+    attrs = attrs | {attribute: bool(gradient.output(output)) for attribute, output in needed}
+    graph.replace([gradient], gradient, name, inputs, {"DX": dx, "DFilter": dfilter}, attrs)
 
 
 def _has_float32(graph: Graph, op: Operator) -> bool:
@@ -396,19 +409,8 @@ def _fuse_conv(graph: Graph, op: Operator) -> None:
     attrs["paddings"] = [n for pair in padding(graph, op) for n in pair]
     inputs = {"X": x, "Filter": filters}
     graph.replace([op], op, "native_conv2d", inputs, {"Y": out}, dict(attrs))
-    gradient = graph.gradient(op, is_complete=False)
-    if gradient is None:
-        return
-    inputs["DY"] = graph.variables(gradient, "Output@GRAD")["Output@GRAD"]
-    dx, dfilter = (graph.output_or_unused(gradient, f"{n}@GRAD", v) for n, v in (("Input", x), ("Filter", filters)))
-    if dfilter.name in graph.coalesced:
-        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
-    needed = {
-        "needs_dx": bool(gradient.output("Input@GRAD")),
-        "needs_dfilter": bool(gradient.output("Filter@GRAD")),
-    }
-    outputs = {"DX": dx, "DFilter": dfilter}
-    graph.replace([gradient], gradient, "native_conv2d_backward", inputs, outputs, attrs | needed)
+    needed = ("needs_dx", "Input@GRAD"), ("needs_dfilter", "Filter@GRAD")
+    _fuse_conv_gradient(graph, op, "native_conv2d_backward", inputs, attrs, needed)
 
 
 def is_pointwise(graph: Graph, op: Operator, types: Collection) -> bool:
