@@ -29,5 +29,5 @@ kind = "PIR" if paddle.framework.in_pir_mode() else "legacy"
 print(f"Paddle {paddle.__version__}, {kind} program: after the second run, the first result is {np.array(first)[0]:g}")
 sys.exit(not (np.array(first)[0] == float(sys.argv[1]) and np.array(second)[0] == 5))
 PYTHON
-"$folder/venv/bin/python" "$folder/fetch.py" 5 2>/dev/null
-FLAGS_enable_pir_api=0 "$folder/venv/bin/python" "$folder/fetch.py" 3 2>/dev/null
+"$folder/venv/bin/python" "$folder/fetch.py" 5 2>/dev/null || exit 1
+FLAGS_enable_pir_api=0 "$folder/venv/bin/python" "$folder/fetch.py" 3 2>/dev/null || exit 1

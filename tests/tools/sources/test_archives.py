@@ -1,4 +1,4 @@
-"""Archives as downloaded are named, and the commands that unpack and import them are obeyed literally."""
+"""Messages about archives as downloaded contain the commands that unpack and import them. The tests run them."""
 
 import io
 import os
