@@ -25,6 +25,7 @@ from paddle.base.layers import math_op_patch
 from PIL import Image
 
 import data_files
+from layouts import image, put
 from paddle_resnet.data import decoding
 from paddle_resnet import config
 from paddle_resnet import resolution
@@ -222,6 +223,17 @@ def photos(once):
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:02d}.jpg", quality=90)
 
     return once("photos", make)
+
+
+@pytest.fixture
+def colored(tmp_path):
+    """Create class folders with 9 training and 9 validation images of 3 classes with a color each, and return their
+    root."""
+    for split, first in (("train", 0), ("val", 10)):
+        for k in range(3):
+            for i in range(first, first + 3):
+                put(tmp_path / f"classes/{split}/c{k}/{i}.jpg", image(k, i))
+    return tmp_path / "classes"
 
 
 @pytest.fixture(scope="session")
