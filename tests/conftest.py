@@ -281,14 +281,41 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def shard(monkeypatch):
-    """Return a function that makes this process act as one rank of a job of several processes."""
+def environment(monkeypatch):
+    """Return a function that sets environment variables for the rest of the test. None removes a variable."""
 
-    def shard(rank, world_size):
-        monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: rank)
-        monkeypatch.setattr("paddle_resnet.job.processes.world_size", lambda: world_size)
+    def environment(**variables):
+        for name, value in variables.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, str(value))
+
+    return environment
+
+
+@pytest.fixture
+def shard(environment):
+    """Return a function that makes this process act as one rank of a job of several processes: it sets the environment
+    variables of the launcher. A value that is None does not change."""
+
+    def shard(rank=None, world_size=None):
+        values = {"PADDLE_TRAINER_ID": rank, "PADDLE_TRAINERS_NUM": world_size}
+        environment(**{name: value for name, value in values.items() if value is not None})
 
     return shard
+
+
+@pytest.fixture
+def work_in(monkeypatch):
+    """Return a function that changes the working directory for the rest of the test."""
+    return monkeypatch.chdir
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Return a function register(name, create) that registers a network for the rest of the test."""
+    return partial(monkeypatch.setitem, models.MODELS)
 
 
 @pytest.fixture

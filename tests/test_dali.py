@@ -564,11 +564,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("damage", BROKEN)
 @pytest.mark.parametrize("name", ["val/class0/00.jpg", "val/class2/20.jpg", "train/class1/13.jpg"])
-def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, monkeypatch, damage, name):
+def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, shard, damage, name):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     (root / name).write_bytes(BROKEN[damage]((photos / name).read_bytes()))
-    monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 0)
+    shard(rank=0)
     flags = ["--batch-size", "4", "--dali-prefetch", "1"]
     with pytest.raises(DataError) as error:
         epoch(load(parse, root, Mode.TRAIN if name.startswith("train") else Mode.EVAL, *flags))
@@ -751,9 +751,9 @@ def test_cpu_decodes_files_that_need_it(parse, monkeypatch, kind, is_on_cpu):
     assert images == ("copied to the GPU" if is_on_cpu else image)
 
 
-def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch):
+def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch, environment):
     monkeypatch.setattr(loader_module, "pipeline_def", lambda **options: lambda define: lambda *arguments: options)
-    monkeypatch.setattr(processes, "local_gpu", lambda: 3)
+    environment(FLAGS_selected_gpus=3)
     args = parse("--batch-size", "6", "--dali-num-threads", "5", "--dali-prefetch", "4", "--dali-random-seed", "7")
     on_cpu = loader_module.create_pipeline(Options.of(args), None, Mode.TRAIN, 2, 8, b"checkpoint")
     assert on_cpu == {

@@ -432,13 +432,13 @@ def test_program_interface_has_float_labels():
         assert feeds["label"].shape == (-1, 4) and feeds["label"].dtype == paddle.float32
 
 
-def test_commands_of_page_run(tmp_path, monkeypatch, capsys):
+def test_commands_of_page_run(tmp_path, work_in, capsys):
     """The commands of docs/multilabel.md, in this process and with a small network."""
     page = (ROOT / "docs/multilabel.md").read_text()
     commands = re.findall(r"^\.venv/bin/python (?:-m )?(.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
     assert len(commands) == 3
     multi_label_data.write(tmp_path / "scenes")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     for command in commands:
         program, *arguments = shlex.split(command.replace("\\\n", " ").replace("ResNet18", "Tiny"))
         main = {"train.py": train_module.main, "paddle_resnet.predict": predict.main}.get(program, export.main)

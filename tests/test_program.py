@@ -786,12 +786,12 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
     assert [line[3] for line in shown] == [None, None]  # a benchmark has no other epochs
 
 
-def test_progress_shows_memory_of_the_gpu(parse, monkeypatch):
+def test_progress_shows_memory_of_the_gpu(parse, monkeypatch, environment):
     args, shown = parse(), []
     args.device = "gpu"
     monkeypatch.setattr(progress, "is_due", lambda: True)
     monkeypatch.setattr(progress, "show", lambda *line: shown.append(line[-1]))
-    monkeypatch.setattr(processes, "local_gpu", lambda: 2)
+    environment(FLAGS_selected_gpus=2)
     monkeypatch.setattr(paddle.device.cuda, "max_memory_allocated", lambda gpu: 3 * 2**29 if gpu == 2 else 0)
     monkeypatch.setattr(processes, "place", lambda device: device)
     monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)

@@ -178,7 +178,7 @@ def line(step, **data):
     return f"DLLL {json.dumps({'step': step, 'data': data})}\n"
 
 
-def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_path, capsys, monkeypatch):
+def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_path, capsys, monkeypatch, shard):
     args, logged, pages = parse("--report-file", tmp_path / "a.json").copy(patience=2, profile_steps=(1, 2)), [], []
     monkeypatch.setattr(report.logger, "log", lambda step, data: logged.append((step, data)))
     monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(arguments))
@@ -209,7 +209,7 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
     assert logged[1:] == [((), {"sparse": "program", **train, **places})]
     for more in ({"resume": True}, {"from_checkpoint": "o/1"}, {"from_pretrained_params": "o/1"}):
         assert lines(None, **more)[-1] == f"report: {tmp_path}/a.json"
-    monkeypatch.setattr(processes, "rank", lambda: 1)
+    shard(rank=1)
     assert lines(None)[-1] == f"report: {tmp_path}/a.json"
     assert len(pages) == 6
 
@@ -456,10 +456,10 @@ def test_evaluation_metrics_match_class_tables(run_train, tmp_path):
     assert correct / 23 == result["top1"]
 
 
-def test_benchmark_and_other_ranks_write_no_class_tables(run_train, tmp_path, monkeypatch, parse):
+def test_benchmark_and_other_ranks_write_no_class_tables(run_train, tmp_path, shard, parse):
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "0"]
     assert run_train("--run-scope", "eval_only", *flags)[0] == 0
-    monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 1)
+    shard(rank=1)
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1], [2, 2, 1]]), "class_top1": np.ones(3)}
     report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "abc", 0)
     assert list(tmp_path.glob("*.csv")) == []
@@ -487,13 +487,13 @@ def test_peak_memory_is_maximum_over_processes(monkeypatch):
     assert report._peak_memory("gpu") == {"peak_memory_allocated_mib": 4.0}
 
 
-def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
+def test_start_line_lists_operators_learning_rate_and_steps(parse, shard):
     args = parse()
     line = report.start_line(args, [1, 2], None, {}, 0, True)
     assert "no fused operators, CUDA graph, batch 8" in line
     assert "1 x cpu, float32, NCHW" in line
     assert "all-reduces" not in line
-    monkeypatch.setattr(processes, "world_size", lambda: 4)
+    shard(world_size=4)
     line = report.start_line(args, [1, 2], None, {"fused_a": 4, "native_b": 1}, 2, False)
     assert "4 fused_a, 1 native_b, batch 8" in line
     assert f"peak lr {args.lr} x 4 = {4 * args.lr:g}, " in line
@@ -557,7 +557,7 @@ def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypat
     assert capsys.readouterr().err.count("the GPU waited for images") == 1
 
 
-def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
+def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch, shard):
     args, logged, drawn = parse("--benchmark"), [], []
     monkeypatch.setattr(report, "_print_table", lambda *arguments: drawn.append("table"))
     monkeypatch.setattr(page, "write", lambda *arguments: drawn.append(arguments))
@@ -566,7 +566,7 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
     environment["command"] = f"{python()} train.py --a 'b c'"
     shown = ["table", ("page.html", args.report_file, environment, None), "page: page.html"]
     for rank, expected in ((1, []), (0, shown)):
-        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        shard(rank=rank)
         monkeypatch.setattr(report.logger, "report", lambda step, data: logged.append(data))
         monkeypatch.setattr(report, "_peak_memory", lambda device: {"mib": device})
         report.conclude(args, [], {"ips": 1.0}, Mode.TRAIN)

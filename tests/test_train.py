@@ -509,7 +509,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 
 @pytest.mark.parametrize("name", NVIDIA_SCRIPTS)
 def test_scripts_of_nvidia_example_train_and_their_export_command_works(
-    run_train, checkpoint, tmp_path, capsys, monkeypatch, name
+    run_train, checkpoint, tmp_path, capsys, work_in, name
 ):
     """With tiny values: a tiny network, one epoch and, on a CPU, float32."""
     words = NVIDIA_SCRIPTS[name].split()
@@ -521,7 +521,7 @@ def test_scripts_of_nvidia_example_train_and_their_export_command_works(
             del words[words.index(flag) : words.index(flag) + count]
     if "--from-pretrained-params" in NVIDIA_SCRIPTS[name]:
         words += ["--from-pretrained-params", checkpoint]
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     code, report = run_train(*words, *(["--device", "gpu"] if ON_GPU else []), "--output-dir", "output")
     assert code == 0
     assert np.isfinite(list(losses(report).values())).all()

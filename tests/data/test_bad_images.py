@@ -46,11 +46,11 @@ def test_stream_without_descriptor(tmp_path):
     ],
 )
 def test_undecodable_image_is_reported_with_full_relative_path(
-    photos, parse, tmp_path, monkeypatch, data_format, name, bytes_left
+    photos, parse, tmp_path, work_in, data_format, name, bytes_left
 ):
     if data_format == "parquet" and not bytes_left:
         pytest.skip("rows without content are rejected when they are read")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     shutil.copytree(photos, "data/z")
     image = tmp_path / "data/z/train/class0/00.jpg"
     image.write_bytes(image.read_bytes()[:bytes_left])

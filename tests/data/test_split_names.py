@@ -309,11 +309,11 @@ def test_new_validation_split_of_a_resumed_run_is_a_warning(run_train, photos, r
     assert "the validation split is test/ (folder) and was val/" in "".join(capsys.readouterr())
 
 
-def test_second_process_reads_the_other_half(parse, renamed, monkeypatch):
-    monkeypatch.setattr(dali.loader.processes, "world_size", lambda: 2)
+def test_second_process_reads_the_other_half(parse, renamed, shard):
+    shard(world_size=2)
     seen = []
     for rank in range(2):
-        monkeypatch.setattr(dali.loader.processes, "rank", lambda rank=rank: rank)
+        shard(rank=rank)
         loader = dali.build_dataloader(parse("--image-root", renamed), Mode.EVAL)
         seen.append(sum(len(np.array(batch["label"])) for (batch,) in loader))
     assert seen == [11, 12]

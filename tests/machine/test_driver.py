@@ -128,10 +128,10 @@ HIDES = "hides all GPUs; unset it, or use numbers of GPUs (0 to 1), or use --dev
         (12060, "GPU-8932f937", UNKNOWN),
     ],
 )
-def test_gpu_that_a_gpu_build_does_not_detect_is_a_warning(gpu_build, monkeypatch, capsys, version, visible, cause):
+def test_gpu_that_a_gpu_build_does_not_detect_is_a_warning(gpu_build, environment, capsys, version, visible, cause):
     gpu_build.nvmlSystemGetCudaDriverVersion = lambda: version
     if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        environment(CUDA_VISIBLE_DEVICES=visible)
     problem = f"Paddle {paddle.__version__} does not detect GPU 0{cause}"
     assert gpus.resolve("auto", 0, False) == gpus.resolve("auto", 0, False) == "cpu"
     (line,) = capsys.readouterr().err.splitlines()
@@ -143,12 +143,12 @@ def test_gpu_that_a_gpu_build_does_not_detect_is_a_warning(gpu_build, monkeypatc
 
 
 @pytest.mark.parametrize("fault", ["nvmlInit", "", "-1"])
-def test_gpu_build_without_a_gpu_is_no_warning(gpu_build, monkeypatch, capsys, fault):
+def test_gpu_build_without_a_gpu_is_no_warning(gpu_build, environment, capsys, fault):
     """The machine has no driver, or the user has turned its GPUs off."""
     if fault == "nvmlInit":
         gpu_build.nvmlInit = fail
     else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fault)
+        environment(CUDA_VISIBLE_DEVICES=fault)
     assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == ""
 

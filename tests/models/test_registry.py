@@ -22,8 +22,8 @@ ARCHS = [name for name in models.MODELS if name not in COVERED]
 
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in QUICK else pytest.mark.soak) for a in ARCHS])
-def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypatch, photos, tmp_path, capsys, arch):
-    monkeypatch.setitem(models.MODELS, arch, with_few_blocks(models.MODELS[arch]))
+def test_network_in_every_command(run_train, losses_with_a_stop, fake, register, photos, tmp_path, capsys, arch):
+    register(arch, with_few_blocks(models.MODELS[arch]))
     flags = ["--model-arch-name", arch, *FLAGS]
     code, report = run_train(*flags)
     assert code == 0

@@ -6,7 +6,6 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_resnet.job import processes
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 from paddle_resnet.utils.errors import UsageError
@@ -132,10 +131,10 @@ def test_default_schedule_equals_paddle_schedulers(parse):
     )
 
 
-def test_peak_and_minimum_scale_with_numbers_of_processes_and_accumulated_batches(parse, monkeypatch):
+def test_peak_and_minimum_scale_with_numbers_of_processes_and_accumulated_batches(parse, shard):
     flags = ["--lr", "0.1", "--min-lr", "0.01", "--epochs", "4", "--warmup-epochs", "1", "--accumulate-steps", "2"]
     args = parse(*flags)
-    monkeypatch.setattr(processes, "world_size", lambda: 4)
+    shard(world_size=4)
     result = rates(schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10)), 21)
     assert max(result) == pytest.approx(0.8)
     assert result[-1] == pytest.approx(0.08)

@@ -156,10 +156,10 @@ def decays(parse, layout, *flags):
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, monkeypatch, name):
+def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, register, name):
     """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factor of
     self-attention. AdamW additionally excludes biases."""
-    monkeypatch.setitem(models.MODELS, name, few_blocks.with_few_blocks(models.MODELS[name]))
+    register(name, few_blocks.with_few_blocks(models.MODELS[name]))
     for optimizer in ("Momentum", "AdamW"):
         first, second = (
             decays(parse, layout, "--model-arch-name", name, "--optimizer", optimizer) for layout in ("NCHW", "NHWC")

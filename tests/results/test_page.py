@@ -288,8 +288,8 @@ def test_invalid_report_is_rejected(tmp_path, capsys, text):
         assert message in capsys.readouterr().err
 
 
-def test_comparison_lists_differing_flags_and_first_differing_step(write_run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_comparison_lists_differing_flags_and_first_differing_step(write_run, capsys, environment):
+    environment(COLUMNS="200")
     runs = [
         write_run("a", [3.0, 2.0, 1.0, math.nan]),
         write_run("b", [3.0, 2.0, 1.0 + 1e-15, 0.5], lr=0.2, ended=False),
@@ -735,10 +735,10 @@ def test_curve_of_steps_counts_epochs(epochs, expected):
     assert [x for x, _ in run.step_curve("train.loss")] == pytest.approx(expected)
 
 
-def test_documented_report_reader_runs(trained, monkeypatch):
+def test_documented_report_reader_runs(trained, work_in):
     [code] = re.findall(r"```python\n(.+?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
     assert sum(line != "" for line in code.splitlines()) == 3
-    monkeypatch.chdir(trained)
+    work_in(trained)
     namespace = {}
     exec(code, namespace)
     expected = {key: value for key, value in losses(read_report(trained / "report.json")).items() if key[1] != "val"}
