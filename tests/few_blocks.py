@@ -15,6 +15,8 @@ CONSTRUCTORS = {
     "efficientnet_lite": lambda full: partial(full, stages=((1, 3, 16, 1, 1), (6, 5, 24, 2, 2), (6, 3, 32, 1, 1))),
     "ghostnet": lambda full: partial(full, blocks=((5, 72, 40, True, 2), (5, 120, 40, True, 1))),
 }
+# Together, these networks contain every kind of layer that occurs in the other networks.
+QUICK = ("XSEResNeXt50_Mish_SA", "GhostNet", "MobileNetV3_Large")
 
 
 def with_few_blocks(network):

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from conftest import NHWC, assert_two_of_four, losses, phase
-from few_blocks import with_few_blocks
+from few_blocks import QUICK, with_few_blocks
 from paddle_resnet import export, models, predict
 
 # The networks in COVERED differ from tested networks only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
-# Together, these networks contain every kind of layer that occurs in the other networks.
-QUICK = {"XSEResNeXt50_Mish_SA", "GhostNet", "MobileNetV3_Large"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
 

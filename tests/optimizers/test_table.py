@@ -155,7 +155,9 @@ def decays(parse, layout, *flags):
     return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in graph.updates(main)}
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in few_blocks.QUICK else pytest.mark.soak) for name in models.MODELS]
+)
 def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, register, name):
     """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factor of
     self-attention. AdamW additionally excludes biases."""

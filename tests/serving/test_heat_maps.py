@@ -12,6 +12,7 @@ import pytest
 from paddle import nn
 from PIL import Image
 
+from few_blocks import with_few_blocks
 from paddle_resnet import models, predict
 from paddle_resnet.native import build as native
 from paddle_resnet.results import page
@@ -154,7 +155,8 @@ def test_networks_with_a_different_head_are_an_error(register, corner):
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_networks_of_the_registry(name, parse):
+def test_networks_of_the_registry(name, register, parse):
+    register(name, with_few_blocks(models.MODELS[name]))
     args = parse("--model-arch-name", name, "--image-shape", "3,64,64", "--crop-size", "64", "--resize-short", "64")
     has_map = not name.startswith(("MobileNetV3", "GhostNet"))
     if not has_map:
