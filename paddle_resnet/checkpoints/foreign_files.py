@@ -12,12 +12,13 @@ import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 
 from paddle_resnet.checkpoints import arrays
 from paddle_resnet.checkpoints.arrays import UnreadableError
+from paddle_resnet.checkpoints.folders import Writable
 from paddle_resnet.utils import files, logger
 
 MAX_BYTES = 1 << 32
@@ -130,7 +131,7 @@ def _read_safetensors(path):
     return state
 
 
-def write_safetensors(file: BinaryIO, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+def write_safetensors(file: Writable, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write tensors in the format that _read_safetensors reads.
 
     Args:
@@ -138,7 +139,8 @@ def write_safetensors(file: BinaryIO, tensors: dict[str, np.ndarray], metadata: 
         tensors: {name: float32 array}.
         metadata: texts to store with the tensors.
     """
-    header, end = {"__metadata__": metadata}, 0
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
     for name, array in tensors.items():
         header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
         end += array.nbytes
