@@ -164,9 +164,12 @@ def test_default_kernels_depend_on_device_and_layout(monkeypatch, device, flags,
         ("", False, ("NCHW", "paddle")),
         ("--kernels paddle", True, ("NCHW", "paddle")),
         ("--data-layout NCHW", True, ("NCHW", "paddle")),
+        ("--program-representation pir", True, ("NHWC", "paddle")),
+        ("--program-representation pir --kernels paddle", True, ("NHWC", "paddle")),
+        ("--program-representation pir --data-layout NCHW", True, ("NCHW", "paddle")),
     ],
 )
-def test_layout_on_cpu_is_that_of_custom_kernels(monkeypatch, capsys, flags, has_compiler, expected):
+def test_layout_on_cpu_is_that_of_custom_kernels_or_of_pir_programs(monkeypatch, capsys, flags, has_compiler, expected):
     def load(capability=None):
         if not has_compiler:
             raise native.Unavailable("no C++ compiler (g++)")
