@@ -36,7 +36,18 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     top = sorted({parts[0] for parts in parts_of.values() if parts})
     has_splits = bool(top) and all(map(split_of, top))
     if not has_splits and "train" in map(split_of, top):
-        other = ", ".join([name for name in top if split_of(name) is None][:5])
+        names = [name for name in top if split_of(name) is None]
+        # Images outside class folders, such as seg_pred/seg_pred/0.jpg, have no label.
+        flat = [path for path, parts in parts_of.items() if parts and parts[0] in names and len({*parts}) == 1]
+        labeled = {parts[0] for path, parts in parts_of.items() if parts and parts[0] in names} - {
+            parts_of[path][0] for path in flat
+        }
+        if not labeled:
+            logger.warn(f"{source}: {counted(len(flat), 'image')} in {', '.join(names[:5])} left out: no class folders")
+            parts_of = {path: parts for path, parts in parts_of.items() if path not in {*flat}}
+            has_splits = True
+    if not has_splits and "train" in map(split_of, top):
+        other = ", ".join(names[:5])
         raise UsageError(
             f"{source}: contains images in {other} next to a training split; import a folder that contains only the "
             "splits"

@@ -296,9 +296,8 @@ def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
     lines = rows(lambda file, k, _: f"{file},{k + 1},{NAMES[k]},{'valid' if k % 2 else 'train'}", ("train",))
     put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines}")
     put(tmp_path / "other.csv", "photo,x\n")
-    with pytest.raises(
-        UsageError, match=f"^{tmp_path}: it contains 20? images|not recognized as a data set; choose the kind with --as"
-    ):
+    problem = "data.csv: a table of images, whose column of labels is not recognized; run"
+    with pytest.raises(UsageError, match=f"^{tmp_path}: it contains {problem} .* set to one of these: number, kind, fold$"):
         sources.read(tmp_path)
     _, splits, classes = sources.read(tmp_path, options=Options(image_column="photo", label_column="kind"))
     assert classes == NAMES
