@@ -234,7 +234,9 @@ def _unlabeled(root, paths, is_image):
     for path in paths:
         names = header(os.path.join(root, path)) if _TABLE.fullmatch(path) else []
         if len(names) > 2 and (at := image_columns(os.path.join(root, path), is_image)):
-            run = command("dataset", "import", os.path.join(root, path), "--output", f"{os.path.abspath(root)}_imported")
+            run = command(
+                "dataset", "import", os.path.join(root, path), "--output", f"{os.path.abspath(root)}_imported"
+            )
             others = ", ".join([name for i, name in enumerate(names) if i not in at][:10])
             what = f"{path}: a table of images, whose column of labels is not recognized"
             yield Sight(what, f"run `{run}` with --label-column set to one of these: {others}", None, True)
@@ -327,8 +329,8 @@ def flag(cell: str) -> int | None:
 
 
 def is_list(path: str, is_image: Callable[[str], bool]) -> bool:
-    """Return whether the first line of a text file consists of an image and a label, or, in a list of MXNet (.lst), of a
-    number, the label and the image. For is_image, see is_table."""
+    """Return whether the first line of a text file consists of an image and a label or, in a list of MXNet (.lst), of
+    a number, the label and the image. For is_image, see is_table."""
     line = next(iter(_head(path).split("\n")), "").strip()
     if path.lower().endswith(".lst"):
         return line.count("\t") > 1 and is_image(line.split("\t")[-1])
@@ -551,6 +553,10 @@ def _nested(root, paths):
             if name.endswith("/")
         ]
         if found := [path for path in level[:_SEARCHED] if _has_images(root, path)]:
+            parents, names = zip(*(os.path.split(path[:-1]) for path in found), strict=True)
+            if len({*parents}) == 1 and {name.lower() for name in names} <= SPLIT_OF.keys():  # images/train/0.jpg
+                yield Sight(f"{_some(found)}: images outside class folders", PUT)
+                return
             yield Sight(
                 f"{_some(found)}: images in nested folders", f"run {import_command(root)}", "nested", False, root
             )

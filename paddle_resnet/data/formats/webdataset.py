@@ -120,7 +120,10 @@ def _remedy(path, extensions):
         return "write the shard again with keys that contain no dots, because a key ends at its first dot"
     if "cls" not in extensions and not {"json", "txt"}.isdisjoint(extensions):
         return f"run {sniffer.import_command(os.path.dirname(path))}"
-    return "write the shard again with the files of each sample next to each other, and without samples that lack one of the two"
+    return (
+        "write the shard again with the files of each sample next to each other, and without samples that lack one of "
+        "the two"
+    )
 
 
 def _part(extension):

@@ -102,8 +102,8 @@ def flowers(root: str) -> list[Row]:
 
 
 def tiny_imagenet(root: str) -> list[Row]:
-    """Read Tiny ImageNet: train/WNID/images/, and val/images/ with val_annotations.txt, whose lines are `IMAGE WNID` and
-    a box. Return [Row] with WordNet ids as labels."""
+    """Read Tiny ImageNet: train/WNID/images/, and val/images/ with val_annotations.txt (image, WordNet id and box).
+    Return [Row] with WordNet ids as labels."""
     rows = []
     train = os.path.join(root, "train")
     with readable(train):

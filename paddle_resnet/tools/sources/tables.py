@@ -209,7 +209,8 @@ def _numbered(source, rows, names):
     for row in rows:
         if not row.label or row.label.lower() == "nan":  # pandas
             raise UsageError(f"{row.place}: has no label; write it, or remove the line")
-        if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+", row.label):
+        # Several numbers, or a list or an object in JSON or Python.
+        if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+|\[.*\]|\{.*\}", row.label):
             raise UsageError(
                 f"{row.place}: has several labels ({row.label[:50]}); this program trains one label per image, so "
                 "keep one"
@@ -310,11 +311,7 @@ def _tables(root, images, options):
             [path for f in group for path in _listed(os.path.join(root, f)) if _has_columns(path, f, images, options)]
             for group in ([""], folders[1:], _ANNOTATIONS, _without_images(root, folders))
         ),
-        [
-            os.path.join(root, name)
-            for name in names
-            if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)
-        ],
+        [os.path.join(root, name) for name in names if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)],
         [os.path.join(root, name) for name in names if name.endswith(".txt") and name[:-4].lower() in SPLIT_OF],
         [os.path.join(root, "meta", f"{name}.txt") for name in SPLIT_OF],
         *(

@@ -140,6 +140,6 @@ def _check_captions(source, flat):
     texts = [label for *_, kind, label in flat if kind == "txt"]
     if len({*texts}) > max(1, len(texts) // 2):
         raise UsageError(
-            f"{source}: {len({*texts})} of {len(texts)} texts in .txt files are different, so they are not labels; "
-            "choose the key of the label in the .json files with --label-column"
+            f"{source}: {len({*texts})} of {len(texts)} texts in .txt files are different, so they are not labels; if "
+            "the samples have .json files, choose a key with --label-column, or write the labels to .cls files"
         )
