@@ -121,8 +121,6 @@ def _cells(path, delimiter=None):
 
 
 def _text(value):
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
     return str(value) if isinstance(value, str | int | float) else json.dumps(value)
 
 
