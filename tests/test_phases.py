@@ -93,7 +93,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     assert folders == {"--output-dir": folder if is_saving else None, "--tensorboard-dir": "t"}
     assert options.pop("inputs") == [*phases.input_files(args), ("the lr_find curve", folder / "lr_find.json")]
     assert options == {"protected": [("the data set's", "i/x")], "run_folder": folder, "announced": "a"}
-    assert others == [("setup", "r"), ("check_replaced", args, "checkpoint", folder)]
+    assert others == [("setup", "r"), ("check_replaced", args.part(phases.report.Options), "checkpoint", folder)]
 
 
 def test_only_training_that_reached_its_end_is_done():
@@ -380,10 +380,12 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
     args = SimpleNamespace(kernels="native", device="cpu", dry_run=is_dry, show_config=shows, benchmark=False)
+    args.part = lambda options: "options of the evaluation"
+    stage = SimpleNamespace(part=lambda options: "options of the stage")
     chosen = SimpleNamespace(**vars(args), epochs=2) if is_needed and not is_dry else args
-    record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, "stage")]}
+    record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, stage)]}
     captured = SimpleNamespace(captured="graph")
-    training = phases.Work("stage", "train loader", SimpleNamespace(name="training"), None, compiled=captured, later=[])
+    training = phases.Work(stage, "train loader", SimpleNamespace(name="training"), None, compiled=captured, later=[])
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
     assert phases.check_and_describe(args, "exe", "checkpoint", training, evaluation) == (chosen, training)
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
@@ -391,11 +393,19 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
     assert ("is_needed", args, "checkpoint") in record.calls
     assert ("_warn_of_bn_momentum", chosen, training) in record.calls
-    line = ("start_line", "stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
+    line = ("start_line", "options of the stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
     assert record.calls[-2] == line
     record.results["is_needed"] = False  # an evaluation
     assert phases.check_and_describe(args, "exe", None, None, evaluation) == (args, None)
-    assert record.calls[-2] == ("start_line", args, None, "eval loader", {"native_bn": 1}, 3, False)
+    assert record.calls[-2] == (
+        "start_line",
+        "options of the evaluation",
+        None,
+        "eval loader",
+        {"native_bn": 1},
+        3,
+        False,
+    )
 
 
 def test_settings_that_differ_from_defaults_are_described_with_origins():
