@@ -213,7 +213,7 @@ def tar(path, names):
             ["a.jpg", "b.jpg", "b.cls", "a.cls"],
             "2 of 3 samples without image or label and write the shard again with the files of each sample next to",
         ),
-        (["a.jpg", "a.json"], "write the shard again with the class number of each sample in a .cls file"),
+        (["a.jpg", "a.json"], "needs an image and a .cls file; run `"),
         (["a.jpg", "a.cls", "b.txt", "b.cls"], "has the extensions txt, cls, but"),
     ],
 )

@@ -33,6 +33,8 @@ _UNSUPPORTED = (
     ".psd",
     ".svg",
     ".dcm",
+    ".ppm",
+    ".pgm",
 )
 HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
