@@ -319,7 +319,7 @@ def is_one_hot(path: str) -> bool:
     if not {*map(normalized, columns)}.isdisjoint(LABEL_COLUMNS):
         return False
     flags = [flag(cell) for row in rows for cell in row[1:]]
-    return len(flags) == len(columns) - 1 and None not in flags and sum(flags) == 1
+    return len(flags) == len(columns) - 1 and None not in flags and flags.count(1) == 1
 
 
 def flag(cell: str) -> int | None:

@@ -35,8 +35,8 @@ class Settings:
     )
     cuda_graph: bool = flag(
         True,
-        "capture a training step as a CUDA graph and replay it with one call; requires native kernels "
-        "and a single host; not supported with --profile-steps",
+        "capture a training step as a CUDA graph and replay it with one call; requires native "
+        "kernels; not supported with --profile-steps",
         topic="machine",
         kind="machine",
     )
