@@ -138,18 +138,23 @@ def test_data_set_one_level_away_is_suggested(photos, tmp_path, work_in, wrong):
     assert error_of(wrong, Mode.TRAIN) == f"--image-root {wrong}: has no folder train/; use {expected}"
 
 
+def put_image(split):
+    (split / "cat").mkdir(parents=True)
+    (split / "cat/0.jpg").touch()
+
+
 def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     for name in ("a b", "c", ".hidden"):
         for mode in Mode:
-            (tmp_path / name / mode.value).mkdir(parents=True)
-    (tmp_path / "incomplete/train").mkdir(parents=True)
+            put_image(tmp_path / name / mode.value)
+    put_image(tmp_path / "incomplete/train")
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=True))
     assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c")
     for name in "de":  # the message contains at most three data sets
         shutil.copytree(tmp_path / "c", tmp_path / name)
     assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c or {tmp_path}/d")
-    (tmp_path / "c/val").rmdir()
+    shutil.rmtree(tmp_path / "c/val")
     split = (
         f"split {tmp_path}/c/train --output {tmp_path}/c_split` and use --image-root {tmp_path}/c_split, or use only"
     )
@@ -158,7 +163,7 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     assert error_of(".").endswith("; use ..")
     monkeypatch.chdir(tmp_path / "a b")
     assert error_of("train").endswith("; use .")
-    (tmp_path / "a b/train").rmdir()
+    shutil.rmtree(tmp_path / "a b/train")
     message = "has no folder train/; create it, or use only val/ with --run-scope eval_only"
     assert error_of(tmp_path / "a b", Mode.TRAIN) == f"--image-root {tmp_path}/a b: {message}"
 
