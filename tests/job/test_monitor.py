@@ -452,6 +452,8 @@ def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
         assert blocked and all(thread.daemon for thread in blocked)  # the monitor can exit
         timer.cancel()
         os.close(read)
+        for thread in blocked:  # redirects the descriptor of `stream`, whose number another test could have by then
+            thread.join(60)
     with contextlib.suppress(OSError):
         stream.close()
 
