@@ -149,10 +149,10 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, sha
     monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
     shard(world_size=2)
     monkeypatch.setattr(phases, "timeline", lambda args, images: f"{images} images")
-    monkeypatch.setattr(phases, "build_lr_scheduler", lambda args, timeline: f"schedule of {timeline}")
+    monkeypatch.setattr(phases.schedules, "build_lr_scheduler", lambda options, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
-    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7)
+    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, part=vars)
     exe = SimpleNamespace(run=batches.append)
 
     training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
@@ -250,6 +250,9 @@ ARGS = SimpleNamespace(
     asp=False,
     prune_model=False,
     mask_algo="mask_1d",
+    num_of_class=3,
+    from_pretrained_params=None,
+    flag_value=str,
 )
 LOAD = [("load_start", "options", None, "program", "place of cpu")]
 LOAD += [("load_states", "options", None, "program", "place of cpu")]

@@ -110,7 +110,7 @@ def write_records(root, images, data_format, bad):
             ("tfrecord", label, "one number in image/class/label, but the features are")
             for label in TFRECORD_LABELS.values()
         ),
-        ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels; this program trains one label per im"),
+        ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels, but only --multi-label reads more"),
         ("lmdb", {"encoded": True}, ""),
     ],
     ids=[*TFRECORD_LABELS, "three labels", "LMDB without label"],
