@@ -17,6 +17,8 @@ CONSTRUCTORS = {
     "pplcnet": lambda full: partial(full, blocks=((3, 32, False, 1), (5, 64, True, 2))),
     "pphgnet_v2": lambda full: partial(full, stages=((8, 32, 1, False, False, 3), (8, 64, 2, True, True, 5))),
 }
+# Together, these networks contain every kind of layer that occurs in the other networks.
+QUICK = ("XSEResNeXt50_Mish_SA", "GhostNet", "MobileNetV3_Large")
 
 
 def with_few_blocks(network):

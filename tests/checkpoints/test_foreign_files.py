@@ -264,8 +264,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_rejected(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_hostile_files_are_rejected(tmp_path, work_in, name):
+    work_in(tmp_path)
     data, reason = HOSTILE[name]
     with pytest.raises(UnreadableError) as error:
         read(tmp_path, name, data)

@@ -294,8 +294,8 @@ def test_invalid_report_is_rejected(tmp_path, capsys, text):
         assert message in capsys.readouterr().err
 
 
-def test_comparison_lists_differing_flags_and_first_differing_step(write_run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_comparison_lists_differing_flags_and_first_differing_step(write_run, capsys, environment):
+    environment(COLUMNS="200")
     runs = [
         write_run("a", [3.0, 2.0, 1.0, math.nan]),
         write_run("b", [3.0, 2.0, 1.0 + 1e-15, 0.5], lr=0.2, ended=False),
@@ -786,10 +786,10 @@ def test_documented_program_sends_the_report_to_mlflow(tracked):
     assert list(folder.glob("mlruns/**/artifacts/tensorboard/events.*"))
 
 
-def test_documented_report_reader_runs(trained, monkeypatch):
+def test_documented_report_reader_runs(trained, work_in):
     code, *_ = python_of_docs()
     assert sum(line != "" for line in code.splitlines()) == 3
-    monkeypatch.chdir(trained)
+    work_in(trained)
     namespace = {}
     exec(code, namespace)
     expected = {key: value for key, value in losses(read_report(trained / "report.json")).items() if key[1] != "val"}
