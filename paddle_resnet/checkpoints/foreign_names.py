@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paddle_resnet.utils import logger
+
 if TYPE_CHECKING:
     from paddle import nn
 
@@ -63,6 +65,8 @@ class Layout:
         zeros: parameters of this project that the other projects lack, which corresponds to zeros.
         dropout: rate of the dropout before the classifier if the other projects multiply its input by 1 - rate in
             evaluation instead of dividing by 1 - rate in training, otherwise 0.
+        padded: learnable affine layer whose output the other projects pad with zeros before max pooling, while this
+            project ignores pixels beyond the edge, or None.
         convolutions: fully connected layers of this project that are 1x1 convolutions in the other projects.
         stages: number of blocks in each stage of the other projects, if they number the stages from 0, or () if the
             stages are those of this project, numbered from 1.
@@ -75,6 +79,7 @@ class Layout:
     folded: tuple = ()
     zeros: tuple = ()
     dropout: float = 0.0
+    padded: str | None = None
     convolutions: tuple = ()
     stages: tuple = ()
 
@@ -295,6 +300,7 @@ LAYOUTS = {
         Layout(
             "timm",
             _pphgnet_v2(("aggregation.0", "aggregation.1"), ("head.last_conv.0", "head.last_conv.2", "head.fc")),
+            padded="stem.first.lab",
         ),
         Layout(
             "PaddleClas",
@@ -418,6 +424,7 @@ def convert(
     for layer in layout.folded:
         _fold(arrays, layer, layout.epsilon)
     arrays |= {name: np.zeros(own[name].shape, np.float32) for name in layout.zeros}
+    _warn_of_padding(layout, arrays)
     if layout.dropout and f"{_CLASSIFIER}.weight" in arrays:
         arrays[f"{_CLASSIFIER}.weight"] = arrays[f"{_CLASSIFIER}.weight"] * np.float32(1 - layout.dropout)
     _adapt_epsilon(arrays, lambda name: layout.epsilon, lambda name: own[name].epsilon)
@@ -439,6 +446,7 @@ def to_timm(family: str, arrays: dict[str, np.ndarray], own: dict[str, Parameter
     layouts = (layout for layout in LAYOUTS[family] if "timm" in layout.projects)
     layout, names = next((layout, names) for layout in layouts if all((names := _timm_names(layout, own)).values()))
     arrays = dict(arrays)
+    _warn_of_padding(layout, arrays)
     _adapt_epsilon(arrays, lambda name: own[name].epsilon, lambda name: layout.epsilon)
     found = {}
     for name, array in arrays.items():
@@ -581,6 +589,15 @@ def _fold(arrays, layer, epsilon):
     factor = scale / np.sqrt(variance + epsilon)
     arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor[:, None, None, None]).astype(np.float32)
     arrays[f"{layer}.bias"] = (shift - mean * factor).astype(np.float32)
+
+
+def _warn_of_padding(layout, arrays):
+    """Warn if the input of the pooling layer can be negative, because its output then depends on the padding."""
+    if layout.padded and min(arrays[f"{layout.padded}.{field}"][0] for field in ("scale", "bias")) < 0:
+        logger.warn(
+            f"{layout.padded}: returns negative values, so the logits here and in {layout.projects}, which pads them "
+            "with zeros at the bottom and right edge before max pooling, differ slightly; compare the accuracies"
+        )
 
 
 def _adapt_epsilon(arrays, before, after):
