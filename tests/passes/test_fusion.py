@@ -20,6 +20,8 @@ from paddle_resnet.job import processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.ghostnet import GhostNet
 from paddle_resnet.models.mobilenet_v3 import MobileNetV3
+from paddle_resnet.models.pphgnet_v2 import PPHGNetV2
+from paddle_resnet.models.pplcnet import PPLCNet
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
@@ -112,6 +114,8 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monk
 
 MOBILE = {
     "MobileNetV3": partial(MobileNetV3, ((3, 16, 16, True, F.relu, 1), (3, 32, 24, True, F.hardswish, 2)), 32),
+    "PPHGNetV2": partial(PPHGNetV2, stages=((8, 64, 2, True, True, 5),)),
+    "PPLCNet": partial(PPLCNet, blocks=((3, 32, False, 1), (5, 64, True, 2))),
     "GhostNet": partial(GhostNet, blocks=((3, 16, 16, False, 1), (3, 48, 24, True, 2))),
 }
 
