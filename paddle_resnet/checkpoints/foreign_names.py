@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from paddle import nn
 
 # {last component of a tensor name in other projects: last component in this project}. The first line contains all names
-# in PyTorch. Paddle uses "weight" and "bias", too, and the names in the second line; timm's
-# learnable affine layers also use "scale".
+# in PyTorch. Paddle uses "weight" and "bias", too, and "_mean" and "_variance". "scale" is a parameter of learnable
+# affine layers in timm and PaddleClas.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance", "scale": "scale"},
@@ -240,7 +240,7 @@ _UNIT = ("conv", "bn", "lab")
 
 
 def _pphgnet_v2(aggregations, head):
-    """Return the rules for the numbers of blocks of PP-HGNetV2-B0. Each rule contains the numbers of one block, because
+    """Return the rules for PP-HGNetV2-B0. Each rule contains the numbers of one block, because
     the names of downsampling layers contain only the number of the stage.
 
     Args:
@@ -256,9 +256,9 @@ def _pphgnet_v2(aggregations, head):
             layers |= {f"{block}.layers.{k}": f"{target}.layers.{k}"}
             layers |= {f"{block}.layers.{k}.conv1": f"{target}.layers.{k}.pointwise"}
             layers |= {f"{block}.layers.{k}.conv2": f"{target}.layers.{k}.depthwise"}
-        layers |= {f"{block}.{a}": f"{target}.{b}" for a, b in zip(aggregations, ("squeeze", "excite"), strict=False)}
+        layers |= {f"{block}.{a}": f"{target}.{b}" for a, b in zip(aggregations, ("squeeze", "excite"), strict=True)}
     names = {f"{name}.{part}": f"{target}.{part}" for name, target in layers.items() for part in _UNIT}
-    names |= dict(zip(head, ("head", "lab", "classifier"), strict=False))
+    names |= dict(zip(head, ("head", "lab", "classifier"), strict=True))
     return tuple((re.escape(name), target) for name, target in names.items())
 
 
