@@ -64,6 +64,8 @@ TIMM = {  # {--arch: name of the same network in timm}
     "MobileNetV3_Large": "mobilenetv3_large_100",
     "MobileNetV3_Small": "mobilenetv3_small_100",
     "GhostNet": "ghostnet_100",
+    "PPLCNet_x1_0": "lcnet_100",
+    "PPHGNetV2_B0": "hgnetv2_b0",
     "EfficientNet_Lite0": "efficientnet_lite0",
     "EfficientNet_Lite1": "efficientnet_lite1",
     "EfficientNet_Lite2": "efficientnet_lite2",

@@ -158,7 +158,7 @@ def test_networks_with_a_different_head_are_an_error(register, corner):
 def test_networks_of_the_registry(name, register, parse):
     register(name, with_few_blocks(models.MODELS[name]))
     args = parse("--model-arch-name", name, "--image-shape", "3,64,64", "--crop-size", "64", "--resize-short", "64")
-    has_map = not name.startswith(("MobileNetV3", "GhostNet"))
+    has_map = not name.startswith(("MobileNetV3", "GhostNet", "PP"))
     if not has_map:
         with pytest.raises(UsageError, match="class activation maps require"):
             networks._build(args, features=True)
