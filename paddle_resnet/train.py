@@ -3,7 +3,9 @@ Paddle's launcher."""
 
 import sys
 
-from paddle_resnet import config, report, startup
+from paddle_resnet import config, run_report, startup
+from paddle_resnet.job import processes
+from paddle_resnet.models import user_file
 from paddle_resnet.settings import durations, parsing
 from paddle_resnet.utils import exit_codes, logger, progress, signals
 from paddle_resnet.utils.errors import program
@@ -44,7 +46,9 @@ def _run(args, argv):
         fleet.connect(args.comm_timeout_s)
         checkpoint = phases.find_start(args)
         if phases.is_done(args, checkpoint):
-            return report.all_done(args, argv, checkpoint)
+            if run_report.all_done(args, argv, checkpoint):
+                _write_page(args.report_html, args.report_file, args.model_arch_name)
+            return
         phases.claim_outputs(args, checkpoint)
         exe, checkpoint, training, evaluation = phases.prepare(args, checkpoint)
         args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
@@ -61,15 +65,16 @@ def _run(args, argv):
 def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     from paddle_resnet import phases
 
-    logger.begin(args.as_entry())
+    logger.begin(run_report.first_entry(args.as_entry(), args.device, argv, checkpoint and checkpoint.folder))
     epoch = phases.log_evaluated(args, checkpoint)
     result = _evaluate(args, exe, evaluation, durations.Stop(epoch))
-    report.conclude(args, argv, result, Mode.EVAL, _drawer(args, checkpoint and checkpoint.folder))
+    run_report.conclude(args, argv, result, Mode.EVAL)
+    _write_page(args.report_html, args.report_file, args.model_arch_name)
 
 
 def _benchmark_training(args, argv, exe, training):
-    logger.begin(args.as_entry())
-    report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
+    logger.begin(run_report.first_entry(args.as_entry(), args.device, argv))
+    run_report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
@@ -81,7 +86,9 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
-    logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
+    logger.begin(
+        run_report.first_entry(args.as_entry(), args.device, argv), append=run_report.resumes(args, checkpoint)
+    )
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
@@ -92,7 +99,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
                 trained = _train(exe, training, stop, saver.save)
                 if stop.averages_bn:
                     all_reduces.average_bn(exe, training.program)
-                is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(args, stop.epoch, trained))
+                is_advised = is_advised or (stop.ends_epoch and run_report.advise_on_loader(args, stop.epoch, trained))
             if evaluation and stop.evaluates:
                 evaluated = _evaluate(args, exe, evaluation, stop, saver.record)
         except Exception as e:
@@ -102,18 +109,17 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
         if saver.ends_early:
             break
     saver.finish()
-    draw = _drawer(args, None if saver.best is None else saver.best_folder)
-    report.summarize(args, argv, training.program, stop, trained, evaluated, saver, draw)
+    run_report.summarize(args, argv, training.program, stop, trained, evaluated, saver)
+    _write_page(args.report_html, args.report_file, args.model_arch_name)
 
 
-def _drawer(args, folder):
-    """Return a function that draws heat maps of a checkpoint for the page of the run (see page.write), or None if the
-    run writes no page or evaluates no checkpoint."""
-    if args.report_html is None or args.benchmark or folder is None:
-        return None
-    from paddle_resnet.serving import heat_maps
+def _write_page(html, report_file, arch):
+    """Write the HTML page of the run (--report-html) on rank 0."""
+    if html is not None and processes.rank() == 0:
+        from paddle_resnet import report
 
-    return heat_maps.drawer(folder, args.model_arch_name)
+        report.write_page(html, report_file, arch if user_file.split(arch) else None)
+        logger.info(f"page: {html}")
 
 
 def _train(exe, training, stop, save=None):
@@ -138,7 +144,7 @@ def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
     evaluation.refresh()
     result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
     program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
-    return report.write_classes(args, result, evaluation.loader.class_names, stop.epoch, is_best(stop, result))
+    return run_report.write_classes(args, result, evaluation.loader.class_names, stop.epoch, is_best(stop, result))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ import pytest
 from paddle import static
 
 from conftest import assert_one_error, losses, phase, read_report
-from paddle_resnet import program, report, train
+from paddle_resnet import program, train
+from paddle_resnet import report as report_command
+from paddle_resnet import run_report as report
 from paddle_resnet.components import sparsity
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.results import page, reading
+from paddle_resnet.results import reading
 from paddle_resnet.settings.groups import output
 from paddle_resnet.utils.errors import RunError, UsageError, python
 from paddle_resnet.utils.mode import Mode, RunScope
@@ -179,9 +181,8 @@ def line(step, **data):
 
 
 def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_path, capsys, monkeypatch):
-    args, logged, pages = parse("--report-file", tmp_path / "a.json").copy(patience=2, profile_steps=(1, 2)), [], []
+    args, logged = parse("--report-file", tmp_path / "a.json").copy(patience=2, profile_steps=(1, 2)), []
     monkeypatch.setattr(report.logger, "log", lambda step, data: logged.append((step, data)))
-    monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(arguments))
     monkeypatch.setattr(sparsity, "counts", lambda program: {"sparse": program})
     saver = SimpleNamespace(best={"epoch": 3, "top1": 0.75}, folder="o/5", best_folder="o/3", ends_early=False)
     stop = SimpleNamespace(epoch=5, place=lambda: {"step": 7})
@@ -211,7 +212,6 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
         assert lines(None, **more)[-1] == f"report: {tmp_path}/a.json"
     monkeypatch.setattr(processes, "rank", lambda: 1)
     assert lines(None)[-1] == f"report: {tmp_path}/a.json"
-    assert len(pages) == 6
 
 
 def test_page_requires_that_the_report_is_a_regular_file(tmp_path, capsys):
@@ -287,16 +287,15 @@ def test_completed_run_is_an_error_without_resume(parse, capsys, flags, message,
 @pytest.fixture
 def complete(parse, tmp_path, monkeypatch):
     """Return a function that repeats the command of a completed run whose report has the given lines, and returns the
-    summaries and the number of pages that it writes."""
+    summaries that it writes and whether the page is missing."""
 
     def complete(*lines, step=None, rank=0, folder=tmp_path):
-        path, begun, summaries, pages = tmp_path / "report.json", [], [], []
+        path, begun, summaries = tmp_path / "report.json", [], []
         path.write_text("".join(lines))
         monkeypatch.setattr(processes, "rank", lambda: rank)
         monkeypatch.setattr(report.logger, "setup", begun.append)
         monkeypatch.setattr(report.logger, "begin", lambda flags, append: begun.append((flags["resume"], append)))
         monkeypatch.setattr(report.logger, "log", lambda step, data: summaries.append(data))
-        monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(1))
         trained = dict.fromkeys(("loss", "top1", "top5", "ips"), 0.5)
         meta = {
             "epoch": 3,
@@ -307,9 +306,9 @@ def complete(parse, tmp_path, monkeypatch):
         }
         flags = ["--resume", "--report-file", path, "--report-html", tmp_path / "page.html", "--output-dir", tmp_path]
         checkpoint = SimpleNamespace(folder=f"{folder}/0", meta=meta, ended_early=lambda patience: False)
-        report.all_done(parse(*flags), [], checkpoint)
+        lacks_page = report.all_done(parse(*flags), [], checkpoint)
         assert begun == [path, (True, True)] * len(summaries)
-        return summaries, len(pages)
+        return summaries, lacks_page
 
     return complete
 
@@ -557,14 +556,21 @@ def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypat
     assert capsys.readouterr().err.count("the GPU waited for images") == 1
 
 
+def test_first_entry_contains_environment_and_evaluated_checkpoint(parse, tmp_path):
+    flags = parse().as_entry()
+    environment = report._versions("cpu") | {"system": platform.platform(), "cores": os.cpu_count(), "processes": 1}
+    environment["command"] = f"{python()} train.py --a 'b c'"
+    entry = report.first_entry(flags, "cpu", ["--a", "b c"])
+    assert entry == flags | {"environment": environment}
+    assert report.first_entry(flags, "cpu", ["--a", "b c"], Path("o/3")) == entry | {"evaluated_checkpoint": "o/3"}
+
+
 def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
     args, logged, drawn = parse("--benchmark"), [], []
     monkeypatch.setattr(report, "_print_table", lambda *arguments: drawn.append("table"))
-    monkeypatch.setattr(page, "write", lambda *arguments: drawn.append(arguments))
+    monkeypatch.setattr(report_command, "write_page", lambda *arguments: drawn.append(arguments))
     monkeypatch.setattr(report.logger, "info", drawn.append)
-    environment = report._versions("cpu") | {"system": platform.platform(), "cores": os.cpu_count(), "processes": 1}
-    environment["command"] = f"{python()} train.py --a 'b c'"
-    shown = ["table", ("page.html", args.report_file, environment, None), "page: page.html"]
+    shown = ["table", ("page.html", args.report_file, None), "page: page.html"]
     for rank, expected in ((1, []), (0, shown)):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(report.logger, "report", lambda step, data: logged.append(data))
@@ -572,13 +578,10 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
         report.conclude(args, [], {"ips": 1.0}, Mode.TRAIN)
         with monkeypatch.context() as patch:
             patch.setattr(report.logger, "log", lambda *entry: logged.append(entry))
-            patch.setattr(report, "_write_page", lambda *arguments: logged.append(arguments))
             report.conclude(parse(), ["--lr"], {"top1": 0.5}, Mode.EVAL)
-        assert logged.pop()[2] == ["--lr"] and logged.pop() == ((), {"val.top1": 0.5})
-        report._write_page(args.copy(report_html="page.html").part(output.Settings), "cpu", ["--a", "b c"])
+        assert logged.pop() == ((), {"val.top1": 0.5})
+        train._write_page("page.html", args.report_file, "Tiny")
         assert drawn == expected and logged.pop().items() >= {"processes": 1, "train.mib": "cpu"}.items()
-    report._write_page(args.part(output.Settings), "cpu", [])
-    assert drawn == expected
 
 
 def test_benchmark_table_is_logged_as_plain_text(capsys, monkeypatch):
