@@ -86,9 +86,8 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
-    logger.begin(
-        run_report.first_entry(args.as_entry(), args.device, argv), append=run_report.resumes(args, checkpoint)
-    )
+    entry = run_report.first_entry(args.as_entry(), args.device, argv)
+    logger.begin(entry, append=run_report.resumes(args, checkpoint))
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
