@@ -36,9 +36,12 @@ def raise_error(message):
 
 def test_arguments_are_passed_on(monkeypatch, tmp_path):
     calls, model = [], Model("", DESCRIPTION, probabilities, "float16", steps=object())
-    monkeypatch.setattr(
-        inference, "open_checkpoint", lambda *arguments, features: calls.append((*arguments, features)) or model
-    )
+
+    def open_checkpoint(*arguments, features):
+        calls.append((*arguments, features))
+        return model
+
+    monkeypatch.setattr(inference, "open_checkpoint", open_checkpoint)
     monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
     monkeypatch.setattr(inference.processes, "world_size", lambda: 2)
     monkeypatch.setattr(inference.gpus, "resolve", lambda *arguments: calls.append(arguments) or "gpu")
