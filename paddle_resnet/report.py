@@ -1,6 +1,7 @@
 """`python -m paddle_resnet.report RUN...`: compare runs based on their reports, or write the page of a run.
 
-Paddle is imported only for heat maps of misclassified images, and DALI never.
+Paddle is imported only for heat maps of misclassified images, and DALI never. The packages of the page are imported
+late, because train.py imports this module.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paddle_resnet.models import registered_name
-from paddle_resnet.results import comparison, page
-from paddle_resnet.utils import exit_codes, files, signals
+from paddle_resnet.job import processes
+from paddle_resnet.models import registered_name, user_file
+from paddle_resnet.utils import exit_codes, files, logger, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import program
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from paddle_resnet.run_report import Options
+
+
+def write_page_of_run(options: Options) -> None:
+    """Write the page of the run in this process on rank 0, if --report-html is set. For exceptions, see write_page."""
+    if options.report_html is not None and processes.rank() == 0:
+        write_page(options.report_html, options.report_file, options.model_arch_name)
+        logger.info(f"page: {options.report_html}")
 
 
 def write_page(path: str | Path, report_file: str | Path, model_arch_name: str | None = None) -> None:
@@ -25,11 +35,12 @@ def write_page(path: str | Path, report_file: str | Path, model_arch_name: str |
     Args:
         path: path of the page to write.
         report_file: path of the report.
-        model_arch_name: FILE.py:NAME, if the network is defined in a user's file. The name in the report is not used,
-            because it would run the file.
+        model_arch_name: FILE.py:NAME, if the network is defined in a user's file; other names have no effect. The name
+            in the report is not used, because it would run the file.
     Raises:
         UsageError, RunError: see page.write.
     """
+    from paddle_resnet.results import page
 
     def draw(checkpoint):
         with signals.importing_paddle():
@@ -37,7 +48,8 @@ def write_page(path: str | Path, report_file: str | Path, model_arch_name: str |
 
             compat.check_version()
             from paddle_resnet.serving import heat_maps
-        return partial(heat_maps.overlay, heat_maps.open_model(checkpoint, model_arch_name=model_arch_name))
+        own = model_arch_name if user_file.split(model_arch_name or "") else None
+        return partial(heat_maps.overlay, heat_maps.open_model(checkpoint, model_arch_name=own))
 
     page.write(path, report_file, draw)
 
@@ -70,12 +82,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE.py:NAME",
         help="your own network, which draws the heat maps of the page of a single run",
     )
-    return exit_codes.of(program("report"), lambda: _main(parser.parse_intermixed_args(argv)))
+    return exit_codes.of(program("report"), lambda: _compare(**vars(parser.parse_intermixed_args(argv))))
 
 
-def _main(args):
-    arch = args.model_arch_name and registered_name(args.model_arch_name)
-    comparison.compare(args.runs, args.html, lambda path, report: write_page(path, report, arch))
+def _compare(runs, html, model_arch_name):
+    from paddle_resnet.results import comparison
+
+    own = model_arch_name and registered_name(model_arch_name)
+    comparison.compare(runs, html, lambda path, report: write_page(path, report, own))
 
 
 if __name__ == "__main__":

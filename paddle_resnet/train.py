@@ -3,9 +3,7 @@ Paddle's launcher."""
 
 import sys
 
-from paddle_resnet import config, run_report, startup
-from paddle_resnet.job import processes
-from paddle_resnet.models import user_file
+from paddle_resnet import config, report, run_report, startup
 from paddle_resnet.settings import durations, parsing
 from paddle_resnet.utils import exit_codes, logger, progress, signals
 from paddle_resnet.utils.errors import program
@@ -46,8 +44,9 @@ def _run(args, argv):
         fleet.connect(args.comm_timeout_s)
         checkpoint = phases.find_start(args)
         if phases.is_done(args, checkpoint):
-            if run_report.all_done(args, argv, checkpoint):
-                _write_page(args.report_html, args.report_file, args.model_arch_name)
+            options = args.part(run_report.Options)
+            if run_report.all_done(options, run_report.first_entry(args.as_entry(), argv), checkpoint):
+                report.write_page_of_run(options)
             return
         phases.claim_outputs(args, checkpoint)
         exe, checkpoint, training, evaluation = phases.prepare(args, checkpoint)
@@ -65,16 +64,17 @@ def _run(args, argv):
 def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     from paddle_resnet import phases
 
-    logger.begin(run_report.first_entry(args.as_entry(), args.device, argv, checkpoint and checkpoint.folder))
+    options = args.part(run_report.Options)
+    logger.begin(run_report.first_entry(args.as_entry(), argv, checkpoint and checkpoint.folder))
     epoch = phases.log_evaluated(args, checkpoint)
-    result = _evaluate(args, exe, evaluation, durations.Stop(epoch))
-    run_report.conclude(args, argv, result, Mode.EVAL)
-    _write_page(args.report_html, args.report_file, args.model_arch_name)
+    result = _evaluate(options, exe, evaluation, durations.Stop(epoch))
+    run_report.conclude(options, argv, result, Mode.EVAL)
+    report.write_page_of_run(options)
 
 
 def _benchmark_training(args, argv, exe, training):
-    logger.begin(run_report.first_entry(args.as_entry(), args.device, argv))
-    run_report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
+    logger.begin(run_report.first_entry(args.as_entry(), argv))
+    run_report.conclude(args.part(run_report.Options), argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
@@ -84,10 +84,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
 
+    options = args.part(run_report.Options)
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
-    entry = run_report.first_entry(args.as_entry(), args.device, argv)
-    logger.begin(entry, append=run_report.resumes(args, checkpoint))
+    logger.begin(run_report.first_entry(args.as_entry(), argv), append=run_report.resumes(options, checkpoint))
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
@@ -98,9 +98,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
                 trained = _train(exe, training, stop, saver.save)
                 if stop.averages_bn:
                     all_reduces.average_bn(exe, training.program)
-                is_advised = is_advised or (stop.ends_epoch and run_report.advise_on_loader(args, stop.epoch, trained))
+                if stop.ends_epoch and not is_advised:
+                    is_advised = run_report.advise_on_loader(options, stop.epoch, trained)
             if evaluation and stop.evaluates:
-                evaluated = _evaluate(args, exe, evaluation, stop, saver.record)
+                evaluated = _evaluate(options, exe, evaluation, stop, saver.record)
         except Exception as e:
             saver.save_on_error(e, stop.epoch, stop.step, trained)
             raise
@@ -108,17 +109,8 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
         if saver.ends_early:
             break
     saver.finish()
-    run_report.summarize(args, argv, training.program, stop, trained, evaluated, saver)
-    _write_page(args.report_html, args.report_file, args.model_arch_name)
-
-
-def _write_page(html, report_file, arch):
-    """Write the HTML page of the run (--report-html) on rank 0."""
-    if html is not None and processes.rank() == 0:
-        from paddle_resnet import report
-
-        report.write_page(html, report_file, arch if user_file.split(arch) else None)
-        logger.info(f"page: {html}")
+    run_report.summarize(options, argv, training.program, stop, trained, evaluated, saver)
+    report.write_page_of_run(options)
 
 
 def _train(exe, training, stop, save=None):
@@ -128,22 +120,24 @@ def _train(exe, training, stop, save=None):
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
     result = loop.run_and_save(
-        args, loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN, training.lr_scheduler, save, stop.step
+        *(args.part(loop.Options), loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN),
+        *(training.lr_scheduler, save, stop.step),
     )
     if not args.benchmark:
         program.log_info((stop.epoch,), result | stop.place(), Mode.TRAIN)
     return result
 
 
-def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
+def _evaluate(options, exe, evaluation, stop, is_best=lambda stop, result: True):
     """Evaluate the current parameters, or the EMA weights (--ema) of a run that trains. Return the metrics from
     program.run, except those that are arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()
-    result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
+    args, loader = evaluation.settings, evaluation.loader
+    result = program.run(args, loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
     program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
-    return run_report.write_classes(args, result, evaluation.loader.class_names, stop.epoch, is_best(stop, result))
+    return run_report.write_classes(options, result, loader.class_names, stop.epoch, is_best(stop, result))
 
 
 if __name__ == "__main__":

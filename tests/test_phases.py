@@ -19,8 +19,10 @@ from paddle_resnet.utils.mode import Mode
 @pytest.mark.parametrize(
     ("device", "flag", "bound"), [("gpu", "true", [("bind_to_gpu", 1)]), ("gpu", "false", []), ("cpu", "true", [])]
 )
-def test_processes_of_gpus_are_bound_to_the_cpu_cores_closest_to_their_gpu(record, monkeypatch, device, flag, bound):
-    monkeypatch.setattr(phases.processes, "local_gpu", lambda: 1)
+def test_processes_of_gpus_are_bound_to_the_cpu_cores_closest_to_their_gpu(
+    record, monkeypatch, environment, device, flag, bound
+):
+    environment(FLAGS_selected_gpus=1)
     record(phases.paddle, "enable_static")
     monkeypatch.setattr(phases.resolution, "resolve_device", lambda args: args.set("machine", device=device))
     record(phases, "bind_to_gpu")
@@ -134,7 +136,7 @@ def test_loader_writes_normalized_images_to_tensorboard(record, device):
     assert record.calls[1:] == [*[("synchronize",)] * (device == "gpu"), expected]
 
 
-def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
+def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, shard):
     """Each of two processes has 4 of 9 images. The evaluation program shares the parameters of the training program, so
     its startup program runs only in an evaluation."""
     events, batches = [], []
@@ -145,12 +147,12 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
 
     stages = [SimpleNamespace(settings=f"stage {epoch}", first_epoch=epoch) for epoch in (1, 3)]
     monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
-    monkeypatch.setattr(phases.processes, "world_size", lambda: 2)
+    shard(world_size=2)
     monkeypatch.setattr(phases, "timeline", lambda args, images: f"{images} images")
-    monkeypatch.setattr(phases, "build_lr_scheduler", lambda args, timeline: f"schedule of {timeline}")
+    monkeypatch.setattr(phases.schedules, "build_lr_scheduler", lambda options, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
-    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7)
+    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, part=vars)
     exe = SimpleNamespace(run=batches.append)
 
     training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
@@ -248,6 +250,9 @@ ARGS = SimpleNamespace(
     asp=False,
     prune_model=False,
     mask_algo="mask_1d",
+    num_of_class=3,
+    from_pretrained_params=None,
+    flag_value=str,
 )
 LOAD = [("load_start", "options", None, "program", "place of cpu")]
 LOAD += [("load_states", "options", None, "program", "place of cpu")]
@@ -493,8 +498,8 @@ def test_damaged_loader_state_is_attributed_to_the_checkpoint(open_data, monkeyp
         open_data(checkpoint=CHECKPOINT)
 
 
-def test_inputs_of_a_run_are_protected(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_inputs_of_a_run_are_protected(tmp_path, work_in):
+    work_in(tmp_path)
     (tmp_path / "net.py").touch()
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/x.pdema").touch()

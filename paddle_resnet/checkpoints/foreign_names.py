@@ -1,13 +1,15 @@
 """Rename weights from torchvision, timm, PaddleClas, paddle.vision, fastai and efficientnet-lite-pytorch to the names
-of this project.
+of this project, and weights of this project to the names of timm.
 
 A rule translates the name of a layer. The rule's regular expression captures the numbers that identify the layer's
 block, and * in the replacement stands for the corresponding block in this project. Blocks are matched by order: the
-block with the n-th lowest numbers corresponds to the n-th block of this project's network.
+block with the n-th lowest numbers corresponds to the n-th block of this project's network. The opposite direction uses
+the same rules: a name is the inverse of a rule if the rules translate it back.
 """
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance"},
 }
+_FIELDS_OF_TORCH = {"weight": "weight", "bias": "bias", "_mean": "running_mean", "_variance": "running_var"}
 _BN = ("weight", "bias", "_mean", "_variance")
 _COUNTER = "num_batches_tracked"  # counter of PyTorch's BN layers, which this project ignores
 _AVERAGED = "n_averaged"  # counter of PyTorch's AveragedModel
@@ -54,6 +57,9 @@ class Layout:
         gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, or None if the function is the
             same as in this project.
         folded: layers that have a bias in this project, but are followed by a BN layer in the other projects.
+        convolutions: fully connected layers of this project that are 1x1 convolutions in the other projects.
+        stages: number of blocks in each stage of the other projects, if they number the stages from 0, or () if the
+            stages are those of this project, numbered from 1.
     """
 
     projects: str
@@ -61,6 +67,8 @@ class Layout:
     epsilon: float = 1e-5
     gate: tuple | None = None
     folded: tuple = ()
+    convolutions: tuple = ()
+    stages: tuple = ()
 
 
 def _conv_bn(layer, target, conv=r"\.0", bn=r"\.1"):
@@ -181,7 +189,7 @@ _GHOSTNET_OF_TIMM = (
     *_conv_bn(r"blocks\.(\d+)\.(\d+)\.shortcut", "*.shortcut.0"),
     *_conv_bn(r"blocks\.(\d+)\.(\d+)\.shortcut", "*.shortcut.1", r"\.2", r"\.3"),
     *_SE_OF_TIMM,
-    *_conv_bn(r"blocks\.\d+\.\d+", "expand", r"\.conv", r"\.bn1"),
+    *_conv_bn(r"blocks\.9\.0", "expand", r"\.conv", r"\.bn1"),
     *(("conv_head", "head"), ("classifier", "classifier")),
 )
 _GHOSTNET_OF_PADDLECLAS = (
@@ -202,6 +210,8 @@ _GHOSTNET_OF_PADDLECLAS = (
     *_conv_bn("conv_last", "expand", r"\._conv", r"\._batch_norm"),
     *((r"fc_0\._conv", "head"), (r"fc_0\._batch_norm", "head.bn"), ("fc_1", "classifier")),
 )
+_HEAD = ("head",)
+_LITE_OF_TIMM = "timm's tf_efficientnet_lite"  # see look_alikes.py
 # The keys are the names of the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
@@ -211,20 +221,24 @@ LAYOUTS = {
         Layout("timm's ResNet-D", _RESNET_D_OF_TIMM),
         Layout("fastai's XResNet", _XRESNET_OF_FASTAI),
     ),
-    "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
+    "mobilenet_v2": (
+        Layout("torchvision, paddle.vision", _MOBILENET_V2),
+        Layout("timm", _TIMM, stages=(1, 2, 3, 4, 3, 3, 1)),
+    ),
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
-        Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),  # see look_alikes.py
+        Layout(_LITE_OF_TIMM, _TIMM, epsilon=1e-3, stages=(1, 2, 2, 3, 3, 4, 1)),  # Lite0
+        Layout(_LITE_OF_TIMM, _TIMM, epsilon=1e-3, stages=(1, 3, 3, 4, 4, 5, 1)),  # Lite1 and Lite2
     ),
     "mobilenet_v3": (
         Layout("torchvision", _MOBILENET_V3_OF_TORCHVISION, epsilon=1e-3),
-        Layout("timm", _mobilenet_v3_of_timm(last=6)),
-        Layout("timm", _mobilenet_v3_of_timm(last=5)),
+        Layout("timm", _mobilenet_v3_of_timm(last=6), convolutions=_HEAD, stages=(1, 2, 3, 4, 2, 3)),  # Large
+        Layout("timm", _mobilenet_v3_of_timm(last=5), convolutions=_HEAD, stages=(1, 2, 3, 2, 3)),  # Small
         Layout("paddle.vision", _MOBILENET_V3_OF_PADDLE_VISION, epsilon=1e-3),
     ),
     "ghostnet": (
-        Layout("timm", _GHOSTNET_OF_TIMM),
-        Layout("PaddleClas", _GHOSTNET_OF_PADDLECLAS, gate=(1, 0), folded=("head",)),
+        Layout("timm", _GHOSTNET_OF_TIMM, stages=(1, 1, 1, 1, 1, 1, 5, 1, 4)),
+        Layout("PaddleClas", _GHOSTNET_OF_PADDLECLAS, gate=(1, 0), folded=_HEAD),
     ),
 }
 
@@ -246,7 +260,7 @@ class Parameter:
 
 def parameters(model: "nn.Layer") -> dict[str, Parameter]:
     """Return {name in the model: Parameter} for a static-graph network, in the order of its layers."""
-    layers = dict(model.named_sublayers())
+    layers = dict(model.named_sublayers(include_self=True))
     return {
         name: Parameter(p.name, tuple(p.shape), getattr(layers[name.rpartition(".")[0]], "_epsilon", None))
         for name, p in model.named_parameters()
@@ -342,12 +356,60 @@ def convert(
             raise MismatchError(problem, remedy="use a different file")
     for layer in layout.folded:
         _fold(arrays, layer, layout.epsilon)
-    _adapt_epsilon(arrays, own, layout.epsilon)
+    _adapt_epsilon(arrays, lambda name: layout.epsilon, lambda name: own[name].epsilon)
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             problem = f"{name} is not finite in float32 after the conversion"
             raise MismatchError(problem, remedy="use a different file")
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
+
+
+def to_timm(family: str, arrays: dict[str, np.ndarray], own: dict[str, Parameter]) -> dict[str, np.ndarray]:
+    """Return the tensors of timm's network with the same outputs: {name in timm: float32 array}.
+
+    Args:
+        family: a key of LAYOUTS; timm must have the network.
+        arrays: {name in this project: float32 array}, with the names in `own`.
+        own: result of parameters().
+    """
+    layouts = (layout for layout in LAYOUTS[family] if "timm" in layout.projects)
+    layout, names = next((layout, names) for layout in layouts if all((names := _timm_names(layout, own)).values()))
+    arrays = dict(arrays)
+    _adapt_epsilon(arrays, lambda name: own[name].epsilon, lambda name: layout.epsilon)
+    found = {}
+    for name, array in arrays.items():
+        if name.rpartition(".")[0] in layout.convolutions and array.ndim == 2:
+            array = array.T[:, :, None, None]
+        found[names[name]] = np.ascontiguousarray(array.T if array.ndim == 2 else array)
+    return found
+
+
+def _timm_names(layout, own):
+    """Return {name in this project: name in timm, or None if no rule has the name as its target}."""
+    blocks = _own_blocks(own)
+    sizes = layout.stages or Counter(block.partition("_")[0] for block in blocks).values()
+    numbers = [(stage, i) for stage, size in enumerate(sizes, 0 if layout.stages else 1) for i in range(size)]
+    by_block = dict(zip(blocks, numbers, strict=False)) if len(numbers) == len(blocks) else {}
+    names = {}
+    for name in own:
+        layer, _, field = name.rpartition(".")
+        match = _BLOCK.match(layer)
+        path, block = (f"*{layer[match.end() :]}", by_block.get(match[0], ())) if match else (layer, ())
+        # In ResNet-D, pooling precedes the shortcut convolution (see convert).
+        found = _inverse(layout, path, block) or _inverse(layout, path.replace(".shortcut.1.", ".shortcut."), block)
+        names[name] = found and f"{found}.{_FIELDS_OF_TORCH[field]}"
+    return names
+
+
+def _inverse(layout, path, block):
+    """Return the name of a layer that the rules translate to a path in the block with these numbers, or None."""
+    for pattern in (pattern for pattern, replacement in layout.rules if replacement == path):
+        name = pattern.replace("\\.", ".")
+        for number in block:
+            name = re.sub(r"\(.*?\)", str(number), name, count=1)
+        if _translate(layout, name) == (block, path):
+            return name
+    return None
 
 
 def is_from_torch(tensors: Iterable[str]) -> bool:
@@ -454,11 +516,10 @@ def _fold(arrays, layer, epsilon):
     arrays[f"{layer}.bias"] = (shift - mean * factor).astype(np.float32)
 
 
-def _adapt_epsilon(arrays, own, epsilon):
-    """Scale the BN weights, so that BN with this project's epsilon has the same output as the original BN with
-    `epsilon`."""
-    for name, variance in list(arrays.items()):
-        layer, _, field = name.rpartition(".")
-        if field == "_variance" and own[name].epsilon != epsilon:
-            factor = np.sqrt((variance.astype(np.float64) + own[name].epsilon) / (variance + np.float64(epsilon)))
-            arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor).astype(np.float32)
+def _adapt_epsilon(arrays, before, after):
+    """Scale the BN weights, so that BN with the epsilon after(name) has the same output as with before(name), where
+    `name` is the name of the variance."""
+    for name in [name for name in arrays if name.endswith("._variance") and before(name) != after(name)]:
+        weight, variance = f"{name.removesuffix('._variance')}.weight", arrays[name].astype(np.float64)
+        factor = np.sqrt((variance + after(name)) / (variance + before(name)))
+        arrays[weight] = (arrays[weight] * factor).astype(np.float32)

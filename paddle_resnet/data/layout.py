@@ -76,7 +76,7 @@ def _is_preferred(image_root, path):
 
 def check_there(image_root: str, mode: Mode, data_format: str) -> list[str]:
     """Return the paths of a split's files, or [] for a file list, which formats.filelist checks. Raise UsageError if
-    image_root is not a folder or contains no such files, or if a conversion to this folder is incomplete."""
+    image_root is not a folder or contains no files of the split, or if a conversion to this folder is incomplete."""
     if data_format == "filelist":  # formats.filelist reports a missing list
         return []
     check_root(image_root, "train/ and val/" if data_format == "folder" else f"the {data_format} files")

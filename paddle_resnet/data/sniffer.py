@@ -1,7 +1,7 @@
 """Recognize what a folder contains, for errors about a data set, `dataset info` and `dataset import --list`.
 
 LAYOUTS is a table of patterns, most specific first. The patterns match the paths of the entries of a folder and, if
-the folder has at most _SUBFOLDERS subfolders, of the entries of these.
+the folder has at most _SUBFOLDERS subfolders, of the entries of its subfolders.
 """
 
 import contextlib

@@ -514,11 +514,11 @@ def start(listener):
 
 
 @pytest.mark.parametrize("sends_bye", [False, True])
-def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
+def test_monitor_exits_with_its_rank(capfd, tmp_path, work_in, sends_bye):
     """The monitor ignores signals. The monitor also ignores modules in the working directory that have the same names
     as its imports, such as socket.py."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process, rank = start(listener)

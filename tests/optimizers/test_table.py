@@ -49,8 +49,10 @@ class Run:
                 for kind in ("weight", "bias")
             }
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
-            self._rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10))
-            step = StepBuilder(args, self.main, startup, self._rate)
+            self._rate = schedules.build_lr_scheduler(
+                args.part(schedules.Options), durations.uniform(args.accumulate_steps, 10)
+            )
+            step = StepBuilder(args.part, self.main, startup, self._rate)
             optimizer = table.build_optimizer(args, self._rate)
             if scale:  # dynamic loss scaling in float32
                 types = {op.type for op in self.main.global_block().ops}
@@ -155,11 +157,13 @@ def decays(parse, layout, *flags):
     return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in graph.updates(main)}
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in few_blocks.QUICK else pytest.mark.soak) for name in models.MODELS]
+)
+def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, register, name):
     """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factor of
     self-attention. AdamW additionally excludes biases."""
-    monkeypatch.setitem(models.MODELS, name, few_blocks.with_few_blocks(models.MODELS[name]))
+    register(name, few_blocks.with_few_blocks(models.MODELS[name]))
     for optimizer in ("Momentum", "AdamW"):
         first, second = (
             decays(parse, layout, "--model-arch-name", name, "--optimizer", optimizer) for layout in ("NCHW", "NHWC")
@@ -319,9 +323,11 @@ def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
         weights = [static.create_parameter([3, 7], "float32", name=f"weight_{i}") for i in range(2)]
         x = static.data("x", [3, 7])
         loss = sum(paddle.mean(weight * x) for weight in weights) * 21
-        rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 1000))
+        rate = schedules.build_lr_scheduler(
+            args.part(schedules.Options), durations.uniform(args.accumulate_steps, 1000)
+        )
         args.set("Python", kernels="native" if fuse else "paddle")
-        step = StepBuilder(args, main, startup, rate)
+        step = StepBuilder(args.part, main, startup, rate)
         table.build_optimizer(args, rate).minimize(loss, startup)
         add_update(step)
         exe = static.Executor(PLACE)

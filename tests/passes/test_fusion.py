@@ -62,11 +62,11 @@ def train(args, batches, fuse):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_fused_training_has_same_results(parse, monkeypatch, block):
+def test_fused_training_has_same_results(parse, register, block):
     """Losses, parameters, velocities and running means are equal. The running variances differ: the custom operators
     use the unbiased variance, like Paddle's GPU kernels, whereas Paddle's CPU kernels use the biased variance, which is
     smaller by the factor (n - 1) / n."""
-    monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
+    register("Tiny", BLOCKS[block])
     args = parse(*NHWC, "--image-shape", "4,48,32")
     batches = random_batches(2, (48, 32, 4))
     expected, plain = train(args, batches, fuse=False)
@@ -197,11 +197,11 @@ def test_all_parts_of_an_update_in_half_precision_are_replaced(parse, gpu_lists)
 
 @pytest.mark.parametrize("has_pointwise", [False, True])
 @pytest.mark.parametrize("network", ["Tiny", "MobileNetV2", *MOBILE])
-def test_fused_evaluation_has_same_results(request, parse, monkeypatch, network, has_pointwise):
+def test_fused_evaluation_has_same_results(register, request, parse, network, has_pointwise):
     if has_pointwise:
         request.getfixturevalue("pointwise_kernels")
     if network in MOBILE:
-        monkeypatch.setitem(models.MODELS, network, MOBILE[network])
+        register(network, MOBILE[network])
     args = parse(*NHWC, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
     fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
@@ -231,12 +231,12 @@ def test_fused_evaluation_has_same_results(request, parse, monkeypatch, network,
                 np.testing.assert_array_equal(value, reference)
 
 
-def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
+def test_unsupported_layouts_and_widths_are_not_fused(parse, register):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse()), main, startup, 10)
     fusion.fuse(main)
     assert not [name for name in types(main) if name.startswith("native_")]
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
+    register("Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC)), main, startup, 10)
     fusion.fuse(main)

@@ -13,6 +13,7 @@ import pytest
 from paddle import nn
 from PIL import Image
 
+from few_blocks import with_few_blocks
 from paddle_resnet import models, predict
 from paddle_resnet import report as report_command
 from paddle_resnet.results import page
@@ -196,8 +197,9 @@ def test_network_without_a_common_feature_map_is_an_error(checkpoint_of):
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_map_of_networks_of_the_registry_is_the_last_one(name, parse):
+def test_map_of_networks_of_the_registry_is_the_last_one(name, register, parse):
     """The channels of the last feature map are those of the layer after the global pooling."""
+    register(name, with_few_blocks(models.MODELS[name]))
     args = parse("--model-arch-name", name, "--image-shape", "3,64,64", "--crop-size", "64", "--resize-short", "64")
     program, _, images, _, logits, _ = networks._build(args)
     network = networks.Network(args, {}, program, images, logits, logits, {})
@@ -313,7 +315,7 @@ def squares(tmp_path):
 @pytest.mark.parametrize("scope", ["train_eval", "eval_only"])
 @pytest.mark.parametrize("network", [Corner, Hidden])
 def test_page_of_a_run_shows_what_speaks_for_the_predicted_class(
-    checkpoint_of, network, run_train, squares, tmp_path, monkeypatch, scope
+    checkpoint_of, network, run_train, squares, tmp_path, scope
 ):
     html, checkpoint = tmp_path / "page.html", checkpoint_of(network)
     flags = ["--model-arch-name", network.__name__, "--lr", "1e-12", "--report-html", html]
@@ -340,8 +342,8 @@ def test_page_of_a_run_shows_what_speaks_for_the_predicted_class(
     assert "No heat maps: the evaluated checkpoint was not found." in again.read_text()
 
 
-def test_page_states_why_a_network_has_no_heat_maps(run_train, squares, tmp_path, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "TwoPaths", TwoPaths)
+def test_page_states_why_a_network_has_no_heat_maps(run_train, squares, tmp_path, register):
+    register("TwoPaths", TwoPaths)
     html = tmp_path / "page.html"
     assert run_train("--model-arch-name", "TwoPaths", "--report-html", html, image_root=squares)[0] == 0
     assert "No heat maps: TwoPaths: heat maps require a feature map" in html.read_text()

@@ -44,7 +44,7 @@ verify = image_files.verify
 
 
 def detect(image_root: str, mode: Mode) -> list[str]:
-    """Return the path of a split's folder in a list, or [] if it does not exist."""
+    """Return [path of a split's folder], or [] if the split has none."""
     own = os.path.join(image_root, mode.value)
 
     def is_usable(path):

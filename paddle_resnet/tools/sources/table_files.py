@@ -199,7 +199,7 @@ def _one_hot(path, folder, split):
     for number, (image, *flags) in cells:
         if not {*flags} <= {"0", "1"} or flags.count("1") != 1:
             raise UsageError(
-                f"{path}: line {number} does not contain exactly one 1 and otherwise 0; this program trains one label "
+                f"{path}: line {number} does not contain exactly one 1 and otherwise 0; the import writes one label "
                 "per image, so correct or remove the line"
             )
         rows.append(Row(image, header[1 + flags.index("1")], split, f"{path}: line {number}", folder))

@@ -190,7 +190,7 @@ def _numbered(source, rows, names):
             raise UsageError(f"{row.place}: has no label; write it, or remove the line")
         if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+", row.label):
             raise UsageError(
-                f"{row.place}: has several labels ({row.label[:50]}); this program trains one label per image, so "
+                f"{row.place}: has several labels ({row.label[:50]}); the import writes one label per image, so "
                 "keep one"
             )
     if not all(_is_float(row.label) for row in rows):
