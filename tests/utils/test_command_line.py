@@ -158,7 +158,7 @@ def test_help_of_tools_is_short_and_has_no_usage_dump(shown, capsys, name):
 
 def test_help_on_commands_and_flags_of_tools(shown):
     text = shown("dataset", "split", "--help")
-    assert flags_in(text) == ["--output", "--val", "--seed"]
+    assert flags_in(text) == ["--output", "--val", "--seed", "--group-duplicates"]
     assert shown("dataset", "--help", "split") == text
     assert "(default: 0.2)" in shown("dataset", "split", "--help", "--val")
     assert flags_in(shown("dataset", "speed", "--help", "--batch-size")) == ["--batch-size"]  # a flag of train.py
