@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from paddle_resnet import predict
+from paddle_resnet.native import build as native
 from paddle_resnet.serving import features, inference, networks, preprocessing
+from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.utils.errors import UsageError
 
 
@@ -62,6 +64,23 @@ def test_engines_return_the_same_features(checkpoint, photo_paths):
     images = np.concatenate([preprocessing.model_input(path, fast.description) for path in photo_paths[:3]])
     for ours, theirs in zip(fast.outputs(images), slow.outputs(images), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_captured_steps_return_the_same_features(checkpoint, photo_paths):
+    """Two batches may be in progress at the same time."""
+    network = networks.load_fast(checkpoint, "float32", "cpu", features=True)
+    steps = Steps(network, [2])
+    model = networks.load_checkpoint(checkpoint, features=True).model()
+    nchw = np.concatenate([preprocessing.model_input(path, model.description) for path in photo_paths[:5]])
+    nhwc = np.ascontiguousarray(nchw.transpose(0, 2, 3, 1))
+    expected = model.outputs(nchw)
+    for actual, each in zip(steps.outputs(nhwc), expected, strict=True):
+        np.testing.assert_allclose(actual, each, atol=1e-5)
+    submitted = [steps.submit(nhwc[i : i + 2]) for i in (0, 2)]
+    for i, results in zip((0, 2), submitted, strict=True):
+        for actual, each in zip(results, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(actual), each[i : i + 2], atol=1e-5)
 
 
 def test_without_classified_images_the_files_are_empty(checkpoint, tmp_path):
