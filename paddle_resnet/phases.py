@@ -8,7 +8,7 @@ import paddle
 import yaml
 from paddle import static
 
-from paddle_resnet import budget, dali, graph, program, recipe, report, resolution
+from paddle_resnet import budget, dali, graph, program, recipe, resolution, run_report
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.components import START, precision, quantization, task
 from paddle_resnet.components.stages import stages_from, timeline
@@ -78,7 +78,7 @@ def find_start(args: values.Settings) -> restore.StartCheckpoint | None:
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
-    resolution.resolve_report(args, folder, report.default_name(args.run_scope, args.benchmark))
+    resolution.resolve_report(args, folder, run_report.default_name(args.run_scope, args.benchmark))
     budget.is_needed(args, checkpoint)  # raises an error if the run cannot choose its epochs
     args.finalize()
     if args.run_scope.trains and not args.benchmark:
@@ -106,7 +106,7 @@ def claim_outputs(args: values.Settings, checkpoint: restore.StartCheckpoint | N
     """Check on rank 0 that the run can write all its files, and lock the report.
 
     Raises:
-        UsageError: outputs.claim, logger.setup or report.check_replaced fails.
+        UsageError: outputs.claim, logger.setup or run_report.check_replaced fails.
     """
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
@@ -118,15 +118,15 @@ def _claim(args, checkpoint, folder):
     is_saving = args.run_scope.trains and not args.benchmark
     files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark, args.multi_label
     outputs.claim(
-        report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
+        run_report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
         inputs=[*input_files(args), ("the lr_find curve", folder / lr_curve.DATA)],  # shown by --report-html
         protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
         run_folder=folder,
-        announced=report.announced(*files),
+        announced=run_report.announced(*files),
     )
     logger.setup(args.report_file)  # lock the report before check_replaced examines it
-    report.check_replaced(args.part(report.Options), checkpoint, folder)
+    run_report.check_replaced(args.part(run_report.Options), checkpoint, folder)
 
 
 def input_files(args: values.Settings) -> list[tuple[str, str | Path]]:
@@ -413,8 +413,8 @@ def check_and_describe(
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
     settings = (training or evaluation).settings
-    options = settings.part(report.Options)
-    logger.info(report.start_line(options, *loaders, fused, count, main.compiled.captured is not None))
+    options = settings.part(run_report.Options)
+    logger.info(run_report.start_line(options, *loaders, fused, count, main.compiled.captured is not None))
     return args, training
 
 

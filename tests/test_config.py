@@ -37,7 +37,7 @@ NVIDIA = {
     "save-interval": 1,
     "eval-interval": 1,
     "print-interval": 10,
-    "report-file": None,  # the default depends on the kind of run; see tests/test_report.py
+    "report-file": None,  # the default depends on the kind of run; see tests/test_run_report.py
     "data-layout": "NCHW",
     "benchmark": False,
     "benchmark-steps": 100,

@@ -50,7 +50,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     record(phases.progress, "phase")
     record(phases.saver, "check_folder")
     record(phases.logger, "warn", "setup")
-    record(phases.report, "outputs", "announced", "check_replaced")
+    record(phases.run_report, "outputs", "announced", "check_replaced")
     monkeypatch.setattr(phases.validation, "warnings", lambda args: ["unusual"])
     monkeypatch.setattr(phases.layout, "occupied", lambda root: [f"{root}/x"])
     monkeypatch.setattr(phases.outputs, "claim", lambda *args, **options: record.calls.append(("claim", args, options)))
@@ -71,7 +71,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
         ("resolve_classes", args, mode),
     ]
     expected += [
-        ("resolve_report", args, folder, phases.report.default_name(args.run_scope, args.benchmark)),
+        ("resolve_report", args, folder, phases.run_report.default_name(args.run_scope, args.benchmark)),
         ("is_needed", args, "checkpoint"),
     ]
     if is_saving:
@@ -375,7 +375,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases, "fused_operators")
     record(phases.budget, "is_needed", "choose")
     record(phases, "_warn_of_bn_momentum", "describe", "stages_from")
-    record(phases.report, "start_line")
+    record(phases.run_report, "start_line")
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}

@@ -8,6 +8,9 @@ from paddle_resnet.utils.errors import command
 
 T = TypeVar("T")
 EXPLICIT = "explicit_flags"
+# Further keys of the first entry: what describes the machine and the software, and the folder of the checkpoint that a
+# run without training evaluates.
+ENVIRONMENT, EVALUATED = "environment", "evaluated_checkpoint"
 _CHOSEN = "chosen: "
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
 

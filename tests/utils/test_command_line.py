@@ -9,8 +9,8 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import config, dataset, doctor, export, predict, train, weights
+from paddle_resnet import report as report_command
 from paddle_resnet.models import __main__ as models
-from paddle_resnet.results import comparison
 from paddle_resnet.settings import declarations, parsing
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, EXAMPLES, FLAGS, MAIN, PARSER, TOPICS
 from paddle_resnet.utils import command_line
@@ -25,7 +25,7 @@ TOOLS = {
     "doctor": doctor.main,
     "weights": weights.main,
     "models": models.main,
-    "report": comparison.main,
+    "report": report_command.main,
 }
 
 
@@ -158,7 +158,7 @@ def test_help_of_tools_is_short_and_has_no_usage_dump(shown, capsys, name):
 
 def test_help_on_commands_and_flags_of_tools(shown):
     text = shown("dataset", "split", "--help")
-    assert flags_in(text) == ["--output", "--val", "--seed"]
+    assert flags_in(text) == ["--output", "--val", "--seed", "--group-duplicates"]
     assert shown("dataset", "--help", "split") == text
     assert "(default: 0.2)" in shown("dataset", "split", "--help", "--val")
     assert flags_in(shown("dataset", "speed", "--help", "--batch-size")) == ["--batch-size"]  # a flag of train.py
