@@ -241,7 +241,8 @@ def _complete(args, argv, checkpoint):
         logger.setup(path)
         logger.begin(args.as_entry(), append=True)
         last = {"epoch": meta["epoch"]} | ({} if meta["step"] is None else {"step": meta["step"]})
-        logger.log((), _summary(meta["trained"], meta["evaluated"], meta["best"], last))
+        data = _summary(meta["trained"], meta["evaluated"], meta["best"], last)
+        logger.log((), data | _teacher(meta.get("teacher") or {}))
     if args.report_html is not None and not (has_summary and os.path.exists(args.report_html)):
         _write_page(args.part(output.Settings), args.device, argv)
 
@@ -405,6 +406,10 @@ def summarize(
         from paddle_resnet.components import sparsity
 
         data |= sparsity.counts(program)
+    if args.teacher is not None:
+        from paddle_resnet.step import facts
+
+        data |= _teacher(facts.of(program).teacher.record())
     logger.log((), data)
     logger.info("\n".join([*lines, f"report: {args.report_file}"]))
     _write_page(args.part(output.Settings), args.device, argv, draw)
@@ -441,6 +446,11 @@ def _summary(trained, evaluated, best, last):
         # Older checkpoints lack some of these metrics.
         data |= {f"best.val.{name}": best[name] for name in names if name in best}
     return data
+
+
+def _teacher(record):
+    """Return the entries of the summary for the teacher of --teacher. `record` is that of meta.json."""
+    return {f"teacher.{name}": record[name] for name in ("arch", "sha256", "top1", "map") if name in record}
 
 
 def _without(argv, flags):

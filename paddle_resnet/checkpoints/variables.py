@@ -19,7 +19,7 @@ from paddle import static
 from paddle_resnet import graph
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.checkpoints.start import StartCheckpoint
-from paddle_resnet.components import quantization
+from paddle_resnet.components import distillation, quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
 from paddle_resnet.settings import values
@@ -124,7 +124,7 @@ def load(
     _check_number_of_classes(options, state, parameters, ends(program).last, label)
     _load_parameters(options, program, state, label, place)
     if others:
-        optimizer = _read(f"{prefix}.pdopt", label)
+        optimizer = read_file(f"{prefix}.pdopt", label)
         if not optimizer:  # empty if `python -m paddle_resnet.weights` wrote the checkpoint
             raise UsageError(f"{label}: has no optimizer state; use --from-pretrained-params {folder}")
         _load_strictly(others, optimizer, label, place, "optimizer flags", options.is_verbose)
@@ -153,7 +153,7 @@ def _evaluated(prefix):
 def _read_weights(path, label, log=logger.info):
     if path.suffix == facts.AVERAGES:
         log(f"{label}: loading the averaged weights, {path.name}")
-    return _read(path, label)
+    return read_file(path, label)
 
 
 def states(program: static.Program) -> list[facts.State]:
@@ -188,7 +188,7 @@ def load_states(
         if not folders.contains(path):
             missing.append(state)
             continue
-        saved = _read(path, checkpoint.label)
+        saved = read_file(path, checkpoint.label)
         saved = {variable: saved[name] for name, variable in state.variables.items() if name in saved}
         shapes = {name: _shape(_tensor(name).shape()) for name in state.variables.values()}
         _load_strictly(shapes, saved, checkpoint.label, place, "--model-arch-name", options.is_verbose)
@@ -308,7 +308,7 @@ def load_statistics(path: str | Path, place: Place, is_verbose: bool) -> None:
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
-    state = _read(path, "--resume", arrays.read_npz)
+    state = read_file(path, "--resume", arrays.read_npz)
     known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
     state = {name: array for name, array in state.items() if name in known or name.rpartition(".")[0] not in state}
     _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", is_verbose)
@@ -436,7 +436,7 @@ def saved(program: static.Program) -> list[static.Variable]:
     omitted = {"feed", "fetch"}
     omitted |= {name for state in states(program) if state.file is None for name in state.variables.values()}
     persistable = [var for var in program.list_vars() if var.persistable and var.name not in omitted]
-    return [var for var in persistable if not var.name.startswith(scalars.PREFIX)]
+    return [var for var in persistable if not var.name.startswith((scalars.PREFIX, distillation.PREFIX))]
 
 
 def _has_type_of(name, array):
@@ -480,19 +480,21 @@ def read(name: str) -> np.ndarray:
 def set_variable(name: str, array: np.ndarray, place: Place) -> None:
     tensor = _tensor(name)
     if array.dtype.kind == "f":
-        array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
+        array = bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
     # reshape() restores the shape of a scalar, such as the learning rate, because ascontiguousarray adds a dimension.
     tensor.set(np.ascontiguousarray(array).reshape(tensor.shape()), place)
 
 
-def _bfloat16(array):
+def bfloat16(array: np.ndarray) -> np.ndarray:
     """Round floats to the nearest bfloat16, with ties to even, as a GPU does. Paddle represents bfloat16 in NumPy as
     uint16, the upper half of a float32."""
     bits = array.astype(np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
 
-def _read(path, label, read=arrays.read_pickle):
+def read_file(
+    path: str | Path, label: str, read: Callable[[str | Path, bytes | None], dict[str, np.ndarray]] = arrays.read_pickle
+) -> dict[str, np.ndarray]:
     """Read a file of arrays. If the file belongs to a checkpoint, its content is verified, because the file may have
     changed since the checkpoint was verified. Raises UsageError if the file is damaged or cannot be read."""
     try:

@@ -10,8 +10,18 @@ from paddle import static
 from paddle.utils import unique_name
 
 from paddle_resnet import graph
+from paddle_resnet.checkpoints import teachers
 from paddle_resnet.checkpoints.variables import MASTER
-from paddle_resnet.components import INPUTS, UPDATE, multi_label, optimizer, precision, quantization, sparsity
+from paddle_resnet.components import (
+    INPUTS,
+    UPDATE,
+    distillation,
+    multi_label,
+    optimizer,
+    precision,
+    quantization,
+    sparsity,
+)
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.models import build_model, logits, loss_head, multi_label_head, parts
 from paddle_resnet.optimizers import table
@@ -103,6 +113,7 @@ def build_program(
             # layers reject bfloat16.
             step.images = step.images.astype("float32")
         if is_train:
+            step.teacher = find_teacher(args)
             for component in INPUTS:
                 if hasattr(component, "add"):
                     component.add(step)
@@ -135,6 +146,15 @@ def build_program(
     return fetchs, lr_scheduler, feeds, optimizer
 
 
+def find_teacher(args: values.Settings) -> distillation.Teacher | None:
+    """Return the teacher of a run, or None without --teacher. Raises the errors of teachers.find."""
+    if args.teacher is None:
+        return None
+    run = args.run.as_dict()  # --sizes changes the image size of a stage
+    preprocessing = teachers.preprocessing_of(run, args.image_shape[0])
+    return teachers.find(args.teacher, args.model_arch_name, args.num_of_class, args.multi_label, preprocessing)
+
+
 def _set_up_layers(step, bn_momentum, frozen):
     """Apply --bn-momentum and --freeze to the layers of the network."""
     if bn_momentum is not None:
@@ -155,6 +175,7 @@ def _minimize(args, step):
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
     graph.create_state(own_optimizer, step.main, step.frozen)
+    distillation.convert(step)
     sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)

@@ -1,0 +1,170 @@
+"""Distillation: a network learns the outputs of a trained network, the teacher (Hinton et al., arXiv:1503.02531).
+
+The teacher runs in evaluation mode inside the training step, on the same images as the trained network. Its parameters
+and BN statistics are persistable variables whose names begin with PREFIX, but not parameters of the program. Therefore,
+optimizers, --asp, averages of the weights and all-reduces ignore them. Mixed precision converts the teacher's operators
+like those of the trained network. checkpoints/teachers.py finds, checks and loads the teacher.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paddle_resnet.settings.field import Conflict, flag, out_of_range
+from paddle_resnet.settings.values import argument, flag_name
+from paddle_resnet.utils import files, numbers
+
+if TYPE_CHECKING:
+    from paddle import static
+
+    from paddle_resnet.step.builder import StepBuilder
+
+PREFIX = "teacher."  # prefix of the variables of the teacher; checkpoints omit them
+
+
+@dataclass(frozen=True)
+class Settings:
+    # A resumed run inherits the path, but checks only that the weights are the same, so a different path changes no
+    # result.
+    teacher: str | None = flag(
+        None,
+        "checkpoint or run folder of a trained network, the teacher, whose outputs this run learns in addition to the "
+        "labels; classes and preprocessing must be those of this run",
+        topic="distill",
+        kind="saving",
+        parse=numbers.or_none(files.argument),
+        metavar="DIR",
+    )
+    # The defaults are those of Tian et al., arXiv:1910.10699, for this loss.
+    distill_weight: float = flag(
+        0.9,
+        "weight W of the teacher's outputs in the training loss; the loss of the labels has the weight 1 - W",
+        topic="distill",
+        parse=numbers.positive_ratio,
+        metavar="W",
+    )
+    distill_temperature: float = flag(
+        4.0,
+        "temperature T by which the logits of both networks are divided; the larger T, the more the network learns "
+        "about improbable classes",
+        topic="distill",
+        parse=numbers.positive_number,
+        metavar="T",
+    )
+
+
+def conflicts(settings: Settings) -> Iterator[Conflict]:
+    """Yield a Conflict for each flag that requires --teacher, and if the temperature is out of range."""
+    yield from out_of_range("distill_temperature", settings.distill_temperature, 0.1, 1000)
+    if settings.teacher is None:
+        default = Settings()
+        for name in ("distill_weight", "distill_temperature"):
+            if getattr(settings, name) != getattr(default, name):
+                problem = f"requires --teacher DIR; add it, or remove {flag_name(name)}"
+                yield Conflict(f"{argument(settings, name)}: {problem}", (name,), ("teacher",))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A trained network whose outputs a run learns.
+
+    Attributes:
+        arch: value of --model-arch-name.
+        weights: path of the file with the weights, in the folder of their checkpoint.
+        sha256: hexadecimal sha256 of this file.
+        classes: classes in the order of the outputs; empty if they are unknown.
+        metric: {name: value} of the main metric in its evaluation, such as {"top1": 0.9}; empty if it is unknown.
+    """
+
+    arch: str
+    weights: Path
+    sha256: str
+    classes: list[str]
+    metric: dict[str, float]
+
+    def record(self) -> dict[str, Any]:
+        """Return the description of the teacher for meta.json and the summary of a run."""
+        return {"folder": str(self.weights.parent), "arch": self.arch, "sha256": self.sha256, **self.metric}
+
+
+def add(step: "StepBuilder") -> None:
+    """With --teacher, add the teacher step.teacher to a training program, and its logits, float32 [N, classes], to the
+    targets. Call add() after the images have been mixed."""
+    from paddle import static
+    from paddle.utils import unique_name
+
+    from paddle_resnet import graph, models
+    from paddle_resnet.step import facts
+
+    if step.part(Settings).teacher is None:
+        return
+    arch, program = step.teacher.arch, static.Program()
+    with static.program_guard(program, static.Program()), unique_name.guard():
+        images = static.data("images", step.images.shape, step.images.dtype)
+        channels = images.shape[1 if step.layout == "NCHW" else 3]
+        model = models.build_model(arch, step.num_classes, channels, step.layout)
+        model.eval()
+        logits = models.logits(model, images, arch, step.num_classes)
+    copies = graph.embed(program, graph.block(step.main), {images.name: step.images}, PREFIX)
+    step.targets = step.targets | {"teacher": copies[logits.name]}
+    facts.of(step.main).teacher = step.teacher
+
+
+def convert(step: "StepBuilder") -> None:
+    """Store the weights of the teacher in the type in which mixed precision reads them, instead of casting them in each
+    step. Call convert() after minimize."""
+    from paddle_resnet import graph
+
+    if step.part(Settings).teacher is not None:
+        graph.absorb_casts(graph.block(step.main), PREFIX)
+
+
+def add_loss(step: "StepBuilder") -> None:
+    """With --teacher, replace the training loss L with (1 - W) L + W T^2 D. D is the mean over the images of the
+    divergence() of the networks' outputs."""
+    import paddle
+
+    settings = step.part(Settings)
+    if settings.teacher is None:
+        return
+    weight, temperature = settings.distill_weight, settings.distill_temperature
+    divided = [_op("scale", x, scale=1 / temperature, bias=0.0) for x in (step.logits, step.targets["teacher"])]
+    mean = paddle.mean(divergence(*divided, is_multi_label=step.is_multi_label))
+    terms = (step.loss, 1 - weight), (mean, weight * temperature**2)
+    step.loss = _op("elementwise_add", *(_op("scale", x, scale=factor, bias=0.0) for x, factor in terms))
+
+
+def divergence(logits: "static.Variable", target: "static.Variable", is_multi_label: bool) -> "static.Variable":
+    """Return the Kullback-Leibler divergence of each image, float32 [N, 1]: the sum over the classes of
+    p (log p - log q). p is the softmax of `target`, q that of `logits`, both [N, classes]. If is_multi_label is true,
+    p and q are sigmoids, and the sum is over the classes and their complements.
+
+    The sums use logarithms of p and q that cannot overflow. Unlike Paddle's cross_entropy on a CPU, no logit is limited
+    (see loss_head._correction)."""
+    if is_multi_label:
+        # With s(x) = log(1 + exp(x)), log q = x - s(x) and log(1 - q) = -s(x).
+        difference = _op("elementwise_sub", logits, target)
+        linear = _op("elementwise_mul", _op("sigmoid", target), difference)
+        softplus = (_op("softplus", x, beta=1.0, threshold=20.0) for x in (logits, target))
+        terms = _op("elementwise_sub", _op("elementwise_sub", *softplus), linear)
+    else:
+        log_q, log_p = _log_softmax(logits), _log_softmax(target)
+        terms = _op("elementwise_mul", _op("exp", log_p), _op("elementwise_sub", log_p, log_q))
+    return _op("reduce_sum", terms, dim=[1], keep_dim=True)
+
+
+def _log_softmax(x):
+    largest = _op("reduce_max", x, stop_gradient=True, dim=[1], keep_dim=True)  # the result does not depend on it
+    shifted = _op("elementwise_sub", x, largest)
+    log_sum = _op("log", _op("reduce_sum", _op("exp", shifted), dim=[1], keep_dim=True))
+    return _op("elementwise_sub", shifted, log_sum)
+
+
+def _op(op_type, x, y=None, stop_gradient=False, **attrs):
+    """Add an operator. Paddle 3.3's functions for some of these operators reject variables of legacy programs."""
+    from paddle_resnet import graph
+
+    inputs = {"X": x} if y is None else {"X": x, "Y": y}
+    stops = stop_gradient or all(variable.stop_gradient for variable in inputs.values())
+    return graph.operator(f"distillation.{op_type}", op_type, inputs, stop_gradient=stops, **attrs)
