@@ -4,6 +4,7 @@ the run."""
 import json
 import pickle
 import re
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ from test_weights import tensors
 
 from conftest import NHWC, assert_one_error, frozen, losses
 from helpers import NETWORK_EXAMPLE, random_batches, variable
-from paddle_resnet import export, predict, program, weights
+from paddle_resnet import export, predict, program, train, weights
 from paddle_resnet.checkpoints import folders, teachers
 from paddle_resnet.components import distillation
+from paddle_resnet.job import agreement
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.step import build, cuda_graph
@@ -158,22 +160,18 @@ def test_resumed_run_is_bit_identical_and_teacher_is_not_saved(
     run_train, losses_with_a_stop, checkpoint, tmp_path, flags
 ):
     flags = [*STUDENT, "--epochs", "2", *flags]
-    assert run_train(*flags, "--output-dir", tmp_path / "alone")[0] == 0
     flags += ["--teacher", checkpoint]
     code, report = run_train(*flags)
     assert code == 0
     assert losses_with_a_stop(4, *flags, "--resume") == losses(report)
-    saved = [tmp_path / folder / "TinyMobile/1" for folder in ("output", "stopped", "alone")]
+    saved = [tmp_path / folder / "TinyMobile/1" for folder in ("output", "stopped")]
     metas = [json.loads((folder / "meta.json").read_text()) for folder in saved]
-    assert metas[0]["teacher"] == metas[1]["teacher"] and "teacher" not in metas[2]
-    names = {path.name for path in saved[0].glob("*.pd*")}
-    for name in names:
-        one, other, alone = (arrays(folder / name) for folder in saved)
-        assert one.keys() == other.keys() == alone.keys()
+    assert metas[0]["teacher"] == metas[1]["teacher"]
+    for path in saved[0].glob("*.pd*"):
+        one, other = (arrays(folder / path.name) for folder in saved)
+        assert one.keys() == other.keys() and not any(name.startswith("teacher.") for name in one)
         for key, value in one.items():
             assert np.ravel(value).tobytes() == np.ravel(other[key]).tobytes(), key
-        weight = "conv2d_2.w_0"
-        assert weight not in one or (one[weight] != alone[weight]).any()
     assert report[-1]["data"]["teacher.arch"] == "Tiny"
     assert report[-1]["data"]["teacher.top1"] == metas[0]["teacher"]["top1"]
 
@@ -279,7 +277,7 @@ def test_networks_from_file(run_train, tmp_path, capsys):
 
 @needs_native
 def test_steps_are_captured(fake, run_train, checkpoint):
-    flags = [*STUDENT, *IN_NATIVE, "--epochs", "3", "--teacher", checkpoint]
+    flags = [*IN_NATIVE, "--epochs", "2", "--print-interval", "1", "--teacher", checkpoint]
     expected = losses(run_train(*flags)[1])
     code, report = run_train(*flags, "--cuda-graph", "true", "--overwrite")
     assert code == 0 and any(graph.launches for graph in fake.made)
@@ -295,8 +293,8 @@ def test_operators_can_be_captured(parse, checkpoint):
 
 @pytest.mark.parametrize(("dtype", "level"), [("float16", "O1"), ("float16", "O2"), ("bfloat16", "O2")])
 def test_teacher_is_in_half_precision_with_amp(parse, gpu_lists, checkpoint, dtype, level):
-    """Convolutions and weights are in half precision, without casts of weights in each step; BN weights and the loss are
-    in float32."""
+    """Convolutions and weights are in half precision, without casts of weights in each step. BN weights and the loss
+    are in float32."""
     args = parse(*STUDENT, *NHWC, "--teacher", checkpoint)
     args.set("Python", amp=True, amp_level=level, amp_dtype=dtype)
     main = static.Program()
@@ -316,3 +314,207 @@ def test_teacher_is_in_half_precision_with_amp(parse, gpu_lists, checkpoint, dty
             assert half not in [block.var(name).dtype for name in (*op.input_arg_names, *op.output_arg_names)], op.type
     updated = {op.input("Param")[0] for op in block.ops if op.type == "momentum"}
     assert updated and not any(name.startswith("teacher.") for name in updated)
+
+
+def edit(folder, **changes):
+    """Change entries in the meta.json of a checkpoint, with a correct checksum."""
+    meta = folders.read_meta(folder)
+    meta |= {name: change(meta[name]) for name, change in changes.items()}
+    (folder / "meta.json").write_text(json.dumps({**meta, "checksum": folders._checksum(meta)}))
+
+
+def flip_last_bit(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def write_nan(folder):
+    path = folder / "tiny.pdparams"
+    path.write_bytes(pickle.dumps(arrays(path) | {"linear_0.b_0": np.full(3, np.nan, "float32")}))
+    written = folders.write_file(path.with_name("again"), lambda f: f.write(path.read_bytes()))
+    edit(folder, files=lambda files: files | {"tiny.pdparams": written})
+
+
+WRONG = {
+    "missing": (shutil.rmtree, ["is not a folder", "choose the folder of a run"]),
+    "no meta.json": (lambda f: (f / "meta.json").unlink(), ["contains no meta.json"]),
+    "damaged meta.json": (lambda f: flip_last_bit(f / "meta.json"), ["damaged"]),
+    "damaged weights": (lambda f: flip_last_bit(f / "tiny.pdparams"), ["tiny.pdparams does not match its sha256"]),
+    "not finite": (write_nan, ["linear_0.b_0 has values that are not finite"]),
+    "other network": (
+        lambda f: edit(f, arguments=lambda flags: flags | {"model_arch_name": "ResNet18"}),
+        ["does not match ResNet18", "are missing", "use a checkpoint of this network"],
+    ),
+    "unknown network": (
+        lambda f: edit(f, arguments=lambda flags: flags | {"model_arch_name": "Never"}),
+        ["invalid flag", "Never"],
+    ),
+    "number of classes": (
+        lambda f: edit(f, arguments=lambda flags: flags | {"num_of_class": 4}),
+        ["has 4 classes, but this run has 3"],
+    ),
+    "order of classes": (
+        lambda f: edit(f, classes=lambda classes: classes[::-1]),
+        [
+            "its classes differ from those of the data set (label 0 was ",
+            "use a teacher that was trained on the classes",
+        ],
+    ),
+    "labels": (
+        lambda f: edit(
+            f,
+            arguments=lambda flags: flags | {"multi_label": True},
+            **dict.fromkeys(("evaluated", "best"), lambda _: None),
+        ),
+        ["was trained with --multi-label true"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "parts"), WRONG.values(), ids=WRONG)
+def test_wrong_teacher_is_an_error(run_train, checkpoint, tmp_path, capsys, change, parts):
+    change(checkpoint)
+    capsys.readouterr()
+    assert run_train(*STUDENT, "--teacher", checkpoint)[0] == 2
+    assert_one_error(capsys.readouterr().err, [str(checkpoint), *parts])
+    assert not list((tmp_path / "output").glob("*/0"))
+
+
+PREPROCESSING = {
+    "size": ["--crop-size", "24", "--image-shape", "3,24,24"],
+    "not square": ["--image-shape", "3,32,40"],
+    "resize": ["--resize-short", "40"],
+    "filter": ["--interp", "cubic"],
+    "normalization": [
+        "--normalize-mean",
+        "0.1,0.2,0.3",
+        "--normalize-std",
+        "0.5,0.3,0.25",
+        "--normalize-scale",
+        "1/250",
+    ],
+}
+
+
+@pytest.mark.parametrize("flags", PREPROCESSING.values(), ids=PREPROCESSING)
+def test_different_preprocessing_is_an_error_whose_remedy_works(run_train, tmp_path, capsys, flags):
+    assert run_train("--output-dir", tmp_path / "teachers", *flags)[0] == 0
+    teacher = ["--teacher", tmp_path / "teachers/Tiny/0"]
+    capsys.readouterr()
+    assert run_train(*STUDENT, *teacher)[0] == 2
+    error = capsys.readouterr().err
+    assert_one_error(error, ["--teacher ", "was trained with different preprocessing"])
+    remedy = re.search(r"use (--.*), or a different teacher", error)[1]
+    assert run_train(*STUDENT, *teacher, *remedy.split())[0] == 0
+
+
+@pytest.fixture
+def stopped(run_train, stop_before, checkpoint):
+    """Stop a run with a teacher after four steps, and return its flags and the checkpoint of the teacher."""
+    flags = [*STUDENT, "--epochs", "2", "--distill-temperature", "2"]
+    stop_before(train_step=4)
+    assert run_train(*flags, "--teacher", checkpoint)[0] == 75
+    stop_before()
+    return flags, checkpoint
+
+
+def test_resumed_run_inherits_teacher_and_finds_it_elsewhere(stopped, run_train, tmp_path, capsys):
+    (flags, checkpoint), moved = stopped, tmp_path / "moved"
+    checkpoint.rename(moved)
+    capsys.readouterr()
+    assert run_train(*flags, "--resume")[0] == 2
+    assert_one_error(capsys.readouterr().err, [f"--teacher {checkpoint}: is not a folder"])
+    assert run_train(*flags, "--resume", "--teacher", moved)[0] == 0
+    captured = capsys.readouterr()
+    assert f"resumed with --teacher {moved} (was {checkpoint})" in captured.out
+    assert "losses will differ" not in captured.err
+    assert run_train(*flags, "--resume", "--epochs", "3")[0] == 0  # inherits the new path
+    meta = json.loads((tmp_path / "output/TinyMobile/2/meta.json").read_text())
+    assert meta["teacher"]["folder"] == str(moved)
+
+
+def test_resumed_run_with_different_teacher_is_an_error(stopped, run_train, tmp_path, capsys):
+    flags, checkpoint = stopped
+    other = ["--output-dir", tmp_path / "others", "--seed", "5"]
+    assert run_train(*other)[0] == 0
+    folder = tmp_path / "output/TinyMobile/1_1"
+    cases = [
+        (["--teacher", tmp_path / "others/Tiny/0"], ["tiny.pdparams differs from the weights", str(checkpoint)]),
+        (["--teacher", "None", "--distill-temperature", "4"], [str(folder), f"use --teacher {checkpoint}"]),
+    ]
+    for changed, parts in cases:
+        capsys.readouterr()
+        assert run_train(*flags, "--resume", *changed)[0] == 2
+        assert_one_error(capsys.readouterr().err, parts)
+    assert run_train(*flags, "--resume", "--teacher", checkpoint)[0] == 0  # the remedy
+
+
+def test_teacher_cannot_be_added_to_run(run_train, checkpoint, tmp_path, capsys):
+    assert run_train(*STUDENT)[0] == 0
+    capsys.readouterr()
+    flags = [*STUDENT, "--epochs", "2", "--resume"]
+    assert run_train(*flags, "--teacher", checkpoint)[0] == 2
+    assert_one_error(capsys.readouterr().err, ["was trained without --teacher", "use --teacher None"])
+    assert run_train(*flags, "--teacher", "None")[0] == 0
+
+
+def test_run_does_not_delete_its_teacher(run_train, tmp_path, capsys):
+    assert run_train()[0] == 0
+    capsys.readouterr()
+    assert run_train("--teacher", tmp_path / "output", "--overwrite")[0] == 2
+    assert_one_error(capsys.readouterr().err, ["--overwrite: would delete --teacher", "different --output-dir"])
+    files = (tmp_path / "output/Tiny/0").iterdir()
+    assert run_train("--teacher", tmp_path / "output", "--output-dir", tmp_path / "next")[0] == 0 and [*files]
+    report = tmp_path / "output/Tiny/0/tiny.pdparams"
+    assert run_train("--teacher", tmp_path / "output", "--report-html", report, "--output-dir", tmp_path / "b")[0] == 2
+
+
+def test_changed_classes_are_learned_as_the_error_says(run_train, checkpoint, photos, tmp_path, capsys):
+    """The suggested command fine-tunes without the teacher, which was trained on the old classes."""
+    root = shutil.copytree(photos, tmp_path / "root")
+    flags = [*STUDENT, "--teacher", checkpoint, "--distill-weight", "0.5"]
+    assert run_train(*flags, image_root=root)[0] == 0
+    for split in ("train", "val"):
+        (root / split / "class1").rename(root / split / "other")
+    capsys.readouterr()
+    assert run_train(*flags, "--resume", "--epochs", "2", image_root=root)[0] == 2
+    [command] = re.findall("`(.*)`", capsys.readouterr().err)
+    assert train.main(shlex.split(command)[2:]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--distill-weight", "0.5"], ["--distill-weight 0.5: requires --teacher DIR"]),
+        (["--distill-temperature", "3"], ["--distill-temperature 3: requires --teacher DIR"]),
+        (["--teacher", "x", "--distill-weight", "0"], ["--distill-weight", "0 is not positive"]),
+        (["--teacher", "x", "--distill-temperature", "0.01"], ["--distill-temperature 0.01: out of range"]),
+    ],
+)
+def test_wrong_values_are_errors(run_train, capsys, flags, parts):
+    assert run_train(*flags)[0] == 2
+    assert_one_error(capsys.readouterr().err, parts)
+
+
+@pytest.mark.soak
+def test_jobs(launch, tmp_path):
+    """Two processes with half of the batch each train like one process. All processes must have the same teacher."""
+    synthetic = ["--shares", "--data-format", "synthetic", "--model-arch-name", "Plain"]
+    launch(1, *synthetic, "--output-dir", tmp_path / "teachers", "--epochs", "2")
+    flags = [*synthetic, "--print-interval", "1", "--teacher", tmp_path / "teachers/Plain/1", "--lr"]
+    one, _ = launch(1, *flags, "0.05", "--batch-size", "8")
+    two, _ = launch(2, *flags, "0.025", "--batch-size", "4")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    differing = ["--differs", f"1 --teacher {tmp_path / 'teachers/Plain/0'}"]
+    _, logs = launch(2, *flags, "0.025", "--batch-size", "4", *differing, succeeds=False)
+    assert "the processes differ: --teacher is " in "".join(logs)
+
+
+def test_ranks_compare_weights_of_teacher(parse, checkpoint, monkeypatch):
+    """The file at the same path can differ between machines."""
+    compared = {}
+    monkeypatch.setattr(agreement, "_compare", compared.update)
+    main = static.Program()
+    program.build(frozen(parse(*STUDENT, "--teacher", checkpoint)), main, static.Program(), 1)
+    agreement.check_work("paddle", None, None, main)
+    sha256 = folders.read_meta(checkpoint)["files"]["tiny.pdparams"]["sha256"]
+    assert compared["weights of --teacher (hash)"] == sha256[:8]
