@@ -93,9 +93,9 @@ def drop_unused(settings: values.Settings) -> None:
 
 
 def resolve_layout(settings: values.Settings) -> None:
-    """On a CPU, choose NHWC for PIR programs, because only in NHWC do they compute exactly what legacy programs compute.
-    Choose it also with --kernels auto if the custom kernels can be built. These kernels are faster than Paddle's and
-    support only NHWC. If --data-layout is explicit or inherited, it does not change."""
+    """On a CPU, choose NHWC for PIR programs, because only in this layout do they compute exactly what legacy programs
+    compute. Choose it also with --kernels auto if the custom kernels can be built. These kernels are faster than
+    Paddle's and support only NHWC. If --data-layout is explicit or inherited, it does not change."""
     if settings.device != "cpu" or settings.origin("data_layout") != "default":
         return
     if settings.program_representation == "pir":

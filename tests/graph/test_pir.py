@@ -1,5 +1,5 @@
-"""--program-representation pir: PIR programs compute what legacy programs compute. In NHWC, the default of PIR programs,
-both use Paddle's own kernels, so the results are equal; in NCHW, legacy programs use oneDNN's convolutions."""
+"""--program-representation pir: PIR programs compute what legacy programs compute. In NHWC, their default layout, both
+use Paddle's own kernels, so the results are equal; in NCHW, legacy programs use oneDNN's convolutions."""
 
 import pickle
 
