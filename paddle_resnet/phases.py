@@ -24,7 +24,6 @@ from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.groups import benchmark, output
 from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.step import averages, facts, trace
-from paddle_resnet.step.build import find_teacher
 from paddle_resnet.step.compile import fused_operators
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
@@ -85,7 +84,7 @@ def find_start(args: values.Settings) -> restore.StartCheckpoint | None:
     if args.run_scope.trains:
         if args.teacher is not None:
             args.set(args.origin("teacher"), teacher=teachers.resolve(args.teacher))
-        teachers.check_resumed(checkpoint, find_teacher(args))
+        teachers.check_resumed(checkpoint, teachers.find(args.as_dict()))
     args.finalize()
     if args.run_scope.trains and not args.benchmark:
         saver.check_folder(folder, checkpoint, args.input_folders(), args.overwrite, args.resume)
@@ -250,7 +249,8 @@ def build_programs(
             _training(stage.settings, startup_prog, lr_scheduler, train_loader.class_images)
             for stage, startup_prog in zip(stages, startup_progs, strict=True)
         ]
-        teachers.check_classes(works[0].program, train_loader.classes)
+        if args.teacher is not None:
+            teachers.check_classes(works[0].program, train_loader.classes)
         later = [(stage.first_epoch, work) for stage, work in zip(stages, works, strict=True)][1:]
         training = works[0]._replace(loader=train_loader, later=later)
     if eval_loader is not None:
@@ -353,7 +353,8 @@ def set_weights(
             if component.start(args.part(component.Settings), loaded):
                 missing = variables.states(training.program)
         variables.start_states(missing, checkpoint, training.program, place)
-        teachers.load(training.program, place)
+        if args.teacher is not None:
+            teachers.load(training.program, place)
     if evaluation and not training and args.multi_label:
         _, meta = _origin(args, checkpoint)
         evaluation.fetchs["scores"][1].thresholds = (meta or {}).get("thresholds")
@@ -371,9 +372,9 @@ def compile_programs(
     --teacher. Raises the errors of program.compile_prog."""
     watchdog.phase("program compilation")
     if training:
-        if _fuses_convolutions(args):
+        if args.amp and args.teacher is not None:
             for work in (training, *(work for _, work in training.later)):
-                folding.fuse_convolutions(work.program, exe, distillation.PREFIX)
+                _fold(args, exe, work.program, distillation.PREFIX)
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
@@ -386,20 +387,15 @@ def compile_programs(
     return training, evaluation
 
 
-def _fold(args, exe, evaluation):
+def _fold(args, exe, inference, prefix=""):
     """Fold BN into the convolutions of a half-precision evaluation program, and return a list of the functions that
     recompute the folded filters. With custom kernels, BN is folded only in float16 (--amp-level O2) on a GPU, and only
-    into the convolutions that fuse_convolutions replaces, because custom operators fuse the other BN layers."""
-    if args.kernels != "native":
-        return [folding.fold_batch_norms(evaluation, exe, 1 if args.data_layout == "NCHW" else -1)]
-    return [folding.fuse_convolutions(evaluation, exe)[1]] if _fuses_convolutions(args) else []
-
-
-def _fuses_convolutions(args):
-    """Return whether convolutions of inference networks are fused with BN and ReLU."""
-    precision = args.amp, args.amp_level, args.amp_dtype
-    place = args.device, args.data_layout, args.kernels
-    return (*place, *precision) == ("gpu", "NHWC", "native", True, "O2", "float16")
+    into the convolutions that fuse_convolutions replaces, because custom operators fuse the other BN layers. With the
+    prefix of --teacher, `inference` is a training program, of which only the teacher is changed."""
+    if args.kernels == "native":
+        fuses = (args.device, args.data_layout, args.amp_level, args.amp_dtype) == ("gpu", "NHWC", "O2", "float16")
+        return [folding.fuse_convolutions(inference, exe, prefix=prefix)[1]] if fuses else []
+    return [] if prefix else [folding.fold_batch_norms(inference, exe, 1 if args.data_layout == "NCHW" else -1)]
 
 
 def check_and_describe(

@@ -45,6 +45,8 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
         phases.resolution, "resolve_layout", "resolve_loader", "resolve_kernels", "resolve_classes", "resolve_report"
     )
     record(phases.budget, "is_needed")
+    record(phases.teachers, "check_resumed")
+    monkeypatch.setattr(phases.teachers, "find", lambda flags: flags["teacher"])
     record(phases.progress, "phase")
     record(phases.saver, "check_folder")
     record(phases.logger, "warn", "setup")
@@ -72,6 +74,8 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
         ("resolve_report", args, folder, phases.report.default_name(args.run_scope, args.benchmark)),
         ("is_needed", args, "checkpoint"),
     ]
+    if mode is Mode.TRAIN:
+        expected += [("check_resumed", "checkpoint", None)]
     if is_saving:
         expected += [("check_folder", folder, "checkpoint", args.start_paths(), True, False)]
     assert record.calls == expected
@@ -150,7 +154,7 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
     monkeypatch.setattr(phases, "build_lr_scheduler", lambda args, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
-    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7)
+    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, teacher=None)
     exe = SimpleNamespace(run=batches.append)
 
     training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
@@ -235,6 +239,7 @@ def settings(**flags):
 
 
 ARGS = SimpleNamespace(
+    teacher=None,
     device="cpu",
     data_layout="NCHW",
     kernels="paddle",

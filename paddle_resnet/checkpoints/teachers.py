@@ -52,36 +52,39 @@ def _resolve(path):
     return str(folder)
 
 
-def find(folder: str, arch: str, num_of_class: int, is_multi_label: bool, preprocessing: dict[str, Any]) -> Teacher:
-    """Return the teacher in a checkpoint folder.
+def find(flags: dict[str, Any]) -> Teacher | None:
+    """Return the teacher of a run, or None without --teacher.
 
     Args:
-        folder: result of resolve().
-        arch: value of --model-arch-name of the run. A Python file is imported only if this flag specifies the file.
-        num_of_class, is_multi_label: values of the flags of the run.
-        preprocessing: result of preprocessing_of for the run.
+        flags: {flag: value} of the run; `teacher` is a result of resolve(). A Python file is imported only if
+            `model_arch_name` specifies it.
     Raises:
-        UsageError: the checkpoint is damaged; its network is from a different file than that of the run; or it has
-            other preprocessing, another number of classes, or a different value of --multi-label.
+        UsageError: the checkpoint is damaged; its network is from a different file than that of the run; or its
+            preprocessing, number of classes or value of --multi-label is different.
     """
+    folder = flags["teacher"]
+    if folder is None:
+        return None
     label = f"--teacher {folder}"
     try:
         meta = folders.read_meta(folder)
     except folders.DamagedError as e:
         raise UsageError(f"{label}: damaged: {e}; choose a different checkpoint") from e
-    recorded = restore.recorded_flags(folder, meta, _own_file(label, meta["arguments"].get("model_arch_name"), arch))
-    if recorded.multi_label != is_multi_label:
+    file = _own_file(label, meta["arguments"].get("model_arch_name"), flags["model_arch_name"])
+    recorded = restore.recorded_flags(folder, meta, file)
+    if recorded.multi_label != flags["multi_label"]:
         value = str(recorded.multi_label).lower()
         raise UsageError(f"{label}: was trained with --multi-label {value}; use this value, or a different teacher")
-    if recorded.num_of_class != num_of_class:
+    if recorded.num_of_class != flags["num_of_class"]:
         raise UsageError(
-            f"{label}: has {recorded.num_of_class} classes, but this run has {num_of_class}; use a teacher that was "
-            "trained on the classes of this run"
+            f"{label}: has {recorded.num_of_class} classes, but this run has {flags['num_of_class']}; use a teacher "
+            "that was trained on the classes of this run"
         )
-    expected = preprocessing_of(recorded.as_dict(), preprocessing["image_shape"][0])
-    if expected != preprocessing:
-        flags = " ".join(parsing.arguments({name: v for name, v in expected.items() if v != preprocessing[name]}))
-        raise UsageError(f"{label}: was trained with different preprocessing; use {flags}, or a different teacher")
+    channels = flags["image_shape"][0]
+    expected, own = _preprocessing(recorded.as_dict(), channels), _preprocessing(flags, channels)
+    if expected != own:
+        remedy = " ".join(parsing.arguments({name: v for name, v in expected.items() if v != own[name]}))
+        raise UsageError(f"{label}: was trained with different preprocessing; use {remedy}, or a different teacher")
     prefix = schema.prefix(meta["files"])
     name = f"{prefix}{facts.AVERAGES}" if f"{prefix}{facts.AVERAGES}" in meta["files"] else f"{prefix}.pdparams"
     evaluated = meta["evaluated"] or {}
@@ -90,7 +93,7 @@ def find(folder: str, arch: str, num_of_class: int, is_multi_label: bool, prepro
     return Teacher(recorded.model_arch_name, Path(folder) / name, meta["files"][name]["sha256"], classes, metric)
 
 
-def preprocessing_of(flags: dict[str, Any], channels: int) -> dict[str, Any]:
+def _preprocessing(flags, channels):
     """Return {flag: value} for the preprocessing in the flags of a run, {flag: value}, for images with a number of
     channels. A fourth channel contains zeros, so the teacher of a run may have three or four channels."""
     shape = {"image_shape": [channels, *flags["image_shape"][1:]]}
@@ -171,7 +174,7 @@ def load(program: static.Program, place: variables.Place) -> None:
         )
     for variable in own:
         array, shape = state[variable.name.removeprefix(PREFIX)], tuple(variable.shape)
-        if array.ndim == 4 and {array.shape[1], shape[1]} == {3, 4}:  # see preprocessing_of
+        if array.ndim == 4 and {array.shape[1], shape[1]} == {3, 4}:  # see _preprocessing
             array = np.pad(array, [(0, 0), (0, 1), (0, 0), (0, 0)])[:, : shape[1]]
         if array.shape != shape or not np.isfinite(array).all():
             problem = f"the shape {list(array.shape)}" if array.shape != shape else "values that are not finite"

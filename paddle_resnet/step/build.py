@@ -113,7 +113,7 @@ def build_program(
             # layers reject bfloat16.
             step.images = step.images.astype("float32")
         if is_train:
-            step.teacher = find_teacher(args)
+            step.teacher = teachers.find(args.run.as_dict())  # --sizes changes the image shape of a stage
             for component in INPUTS:
                 if hasattr(component, "add"):
                     component.add(step)
@@ -144,15 +144,6 @@ def build_program(
             with loss_head.scope():  # AMP must not change the precision of the metrics
                 host_metrics.add_copy(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
-
-
-def find_teacher(args: values.Settings) -> distillation.Teacher | None:
-    """Return the teacher of a run, or None without --teacher. Raises the errors of teachers.find."""
-    if args.teacher is None:
-        return None
-    run = args.run.as_dict()  # --sizes changes the image size of a stage
-    preprocessing = teachers.preprocessing_of(run, args.image_shape[0])
-    return teachers.find(args.teacher, args.model_arch_name, args.num_of_class, args.multi_label, preprocessing)
 
 
 def _set_up_layers(step, bn_momentum, frozen):

@@ -4,8 +4,8 @@ Each pair of values of two axes occurs in a row of table.csv, unless conflicts.p
 change to this file or to conflicts.py, write the table again: python tests/combinations/generate.py
 
 In flags, {data} is the folder of the generated data sets, {run} the output folder, {start} the checkpoint from which a
-run starts, {teacher} a checkpoint with the same network and preprocessing, {trace} the value of --profile-steps for the first step of the run, and {files} a folder with a network. See
-checks.py.
+run starts, {teacher} a checkpoint with the same network and preprocessing, {trace} the value of --profile-steps for the
+first step of the run, and {files} a folder with a network. See checks.py.
 """
 
 # The first value of an axis is the default that a row for a declared conflict uses.
