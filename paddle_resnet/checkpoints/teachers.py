@@ -159,7 +159,7 @@ def load(program: static.Program, place: variables.Place) -> None:
     if teacher is None:
         return
     label = f"--teacher {teacher.weights.parent}"
-    state = variables.read_file(teacher.weights, label)
+    state = variables.read_weights(teacher.weights, label)
     own = [variable for variable in program.list_vars() if variable.persistable and variable.name.startswith(PREFIX)]
     names = {variable.name.removeprefix(PREFIX) for variable in own}
     # The zeros of pruned weights are stored in the weights, so the masks of --asp are not needed.

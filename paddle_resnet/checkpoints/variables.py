@@ -120,11 +120,11 @@ def load(
     label = label or str(folder)
     prefix = _prefix(options, folder, label)
     parameters, others = variables(program)
-    state = _read_weights(Path(f"{prefix}.pdparams") if others else _evaluated(prefix), label, log)
+    state = read_weights(Path(f"{prefix}.pdparams") if others else _evaluated(prefix), label, log)
     _check_number_of_classes(options, state, parameters, ends(program).last, label)
     _load_parameters(options, program, state, label, place)
     if others:
-        optimizer = read_file(f"{prefix}.pdopt", label)
+        optimizer = _read(f"{prefix}.pdopt", label)
         if not optimizer:  # empty if `python -m paddle_resnet.weights` wrote the checkpoint
             raise UsageError(f"{label}: has no optimizer state; use --from-pretrained-params {folder}")
         _load_strictly(others, optimizer, label, place, "optimizer flags", options.is_verbose)
@@ -150,10 +150,12 @@ def _evaluated(prefix):
     return path if folders.contains(path) else Path(f"{prefix}.pdparams")
 
 
-def _read_weights(path, label, log=logger.info):
+def read_weights(path: Path, label: str, log: Callable[[str], object] = logger.info) -> dict[str, np.ndarray]:
+    """Return the content of PREFIX.pdparams or PREFIX.pdema. `label` is the name of the checkpoint in messages, and
+    `log` logs a message if the weights are averages. Raises UsageError if the file is damaged or cannot be read."""
     if path.suffix == facts.AVERAGES:
         log(f"{label}: loading the averaged weights, {path.name}")
-    return read_file(path, label)
+    return _read(path, label)
 
 
 def states(program: static.Program) -> list[facts.State]:
@@ -188,7 +190,7 @@ def load_states(
         if not folders.contains(path):
             missing.append(state)
             continue
-        saved = read_file(path, checkpoint.label)
+        saved = _read(path, checkpoint.label)
         saved = {variable: saved[name] for name, variable in state.variables.items() if name in saved}
         shapes = {name: _shape(_tensor(name).shape()) for name in state.variables.values()}
         _load_strictly(shapes, saved, checkpoint.label, place, "--model-arch-name", options.is_verbose)
@@ -229,7 +231,7 @@ def load_pretrained(options: LoadOptions, program: static.Program, place: Place)
         UsageError: the file is missing or damaged, or does not match the model.
     """
     label = f"--from-pretrained-params {options.pretrained}"
-    state = _read_weights(pretrained_file(options.pretrained, options.model_prefix), label)
+    state = read_weights(pretrained_file(options.pretrained, options.model_prefix), label)
     skipped, (parameters, others) = [], variables(program)
     differing = [n for n in ends(program).last if n not in state or tuple(state[n].shape) != parameters[n]]
     if options.skips_classifier:
@@ -308,7 +310,7 @@ def load_statistics(path: str | Path, place: Place, is_verbose: bool) -> None:
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
-    state = read_file(path, "--resume", arrays.read_npz)
+    state = _read(path, "--resume", arrays.read_npz)
     known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
     state = {name: array for name, array in state.items() if name in known or name.rpartition(".")[0] not in state}
     _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", is_verbose)
@@ -492,9 +494,7 @@ def bfloat16(array: np.ndarray) -> np.ndarray:
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
 
-def read_file(
-    path: str | Path, label: str, read: Callable[[str | Path, bytes | None], dict[str, np.ndarray]] = arrays.read_pickle
-) -> dict[str, np.ndarray]:
+def _read(path, label, read=arrays.read_pickle):
     """Read a file of arrays. If the file belongs to a checkpoint, its content is verified, because the file may have
     changed since the checkpoint was verified. Raises UsageError if the file is damaged or cannot be read."""
     try:
