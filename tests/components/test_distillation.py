@@ -295,7 +295,7 @@ def test_operators_can_be_captured(parse, checkpoint):
 def test_teacher_is_in_half_precision_with_amp(parse, gpu_lists, checkpoint, dtype, level):
     """Convolutions and weights are in half precision, without casts of weights in each step. BN weights and the loss
     are in float32."""
-    args = parse(*STUDENT, *NHWC, "--teacher", checkpoint)
+    args = parse(*STUDENT, *NHWC, "--teacher", checkpoint, *(["--dali-output-fp16"] if level == "O2" else []))
     args.set("Python", amp=True, amp_level=level, amp_dtype=dtype)
     main = static.Program()
     program.build(frozen(args), main, static.Program(), 1)
