@@ -58,6 +58,7 @@ class Options(dataset.Settings, loader.Settings, output.Settings, start.Settings
     num_of_class: int
     patience: int
     profile_steps: list[int] | None
+    teacher: str | None
 
 
 def default_name(run_scope: RunScope, is_benchmark: bool) -> str:
@@ -279,7 +280,8 @@ def _complete(options, entry, checkpoint):
         logger.setup(path)
         logger.begin(entry, append=True)
         last = {"epoch": meta["epoch"]} | ({} if meta["step"] is None else {"step": meta["step"]})
-        logger.log((), _summary(meta["trained"], meta["evaluated"], meta["best"], last))
+        data = _summary(meta["trained"], meta["evaluated"], meta["best"], last)
+        logger.log((), data | _teacher(meta.get("teacher") or {}))
     return options.report_html is not None and not (has_summary and os.path.exists(options.report_html))
 
 
@@ -437,6 +439,10 @@ def summarize(
         from paddle_resnet.components import sparsity
 
         data |= sparsity.counts(program)
+    if options.teacher is not None:
+        from paddle_resnet.step import facts
+
+        data |= _teacher(facts.of(program).teacher.record())
     logger.log((), data)
     logger.info("\n".join([*lines, f"report: {options.report_file}"]))
     if processes.rank() != 0:  # only rank 0 writes checkpoints
@@ -472,6 +478,11 @@ def _summary(trained, evaluated, best, last):
         # Older checkpoints lack some of these metrics.
         data |= {f"best.val.{name}": best[name] for name in names if name in best}
     return data
+
+
+def _teacher(record):
+    """Return the entries of the summary for the teacher of --teacher. `record` is that of meta.json."""
+    return {f"teacher.{name}": record[name] for name in ("arch", "sha256", "top1", "map") if name in record}
 
 
 def _without(argv, flags):

@@ -68,7 +68,15 @@ def write(
         matrix=None if run.is_multi_label else _matrix(classes, confusion),
         changed=run.changed_flags(),
         configuration=yaml.safe_dump(run.parameters, sort_keys=False, default_flow_style=None),
+        teacher=_teacher(run),
     )
+
+
+def _teacher(run):
+    """Return {name: value} for the teacher of a run with --teacher, otherwise {}."""
+    of_summary = {name.removeprefix("teacher."): v for name, v in run.summary.items() if name.startswith("teacher.")}
+    names = ("teacher", "distill_weight", "distill_temperature") if of_summary else ()
+    return {name: run.parameters.get(name) for name in names} | of_summary
 
 
 def save(path: str | Path, template: str, **content: Any) -> None:

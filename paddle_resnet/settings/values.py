@@ -169,6 +169,10 @@ class Settings:
         paths = {flag_name(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
         return {flag: path for flag, path in paths.items() if path is not None}
 
+    def input_folders(self) -> dict[str, str]:
+        """Return {flag: path} like start_paths, and for --teacher."""
+        return self.start_paths() | ({} if self.teacher is None else {"--teacher": self.teacher})
+
     def as_dict(self) -> dict[str, Any]:
         """Return the flags that describe the run, as plain data."""
         values = {name: value for name, value in vars(self).items() if name not in _OF_COMMAND}
