@@ -12,6 +12,7 @@ from paddle import static
 from paddle_resnet import budget, dali, graph, program, recipe, resolution, run_report
 from paddle_resnet.checkpoints import folders, restore, saver, teachers, variables
 from paddle_resnet.components import START, distillation, precision, quantization, task
+from paddle_resnet.components.stages import Options as StageOptions
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.data.iterators import Loader, TrainingLoader
@@ -104,7 +105,7 @@ def log_evaluated(args: values.Settings, checkpoint: restore.StartCheckpoint | N
 
 
 def _origin(args, checkpoint):
-    return restore.origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
+    return restore.origin(checkpoint, args.part(restore.Options))
 
 
 def claim_outputs(args: values.Settings, checkpoint: restore.StartCheckpoint | None) -> None:
@@ -178,12 +179,15 @@ def open_data(
             classes of a resumed run differ from those of its checkpoint.
         DataError: see dali.build_dataloader.
     """
-    trains, root = args.run_scope.trains, dali.data_root(args)
+    trains, data = args.run_scope.trains, args.part(dali.DataOptions)
+    root = dali.data_root(data)
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
     if trains and checkpoint and checkpoint.resumes:
-        restore.check_resumed_classes(checkpoint, dali.data_classes(args, root), _fine_tuning(args, checkpoint.folder))
+        now = None if args.data_format == "synthetic" else root.data_classes(Mode.TRAIN)
+        restore.check_resumed_classes(checkpoint, now, _fine_tuning(args, checkpoint.folder))
     try:
-        stage = stages_from(args, checkpoint.epoch if checkpoint else 0)[0].settings
+        first = stages_from(args.part(StageOptions), checkpoint.epoch if checkpoint else 0)[0]
+        stage = args.stage(first.changes)
         state = checkpoint and checkpoint.loader_state
         train_loader = dali.build_dataloader(stage, Mode.TRAIN, state, root=root) if trains else None
     except dali.StateError as e:
@@ -195,7 +199,7 @@ def open_data(
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained, root=root) if evaluates else None
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     if trains:
-        dali.warn_of_unused_outputs(args, train_loader)
+        dali.warn_of_unused_outputs(data, train_loader)
     if checkpoint is None:  # a run that continues checks the steps when its position is known, before its first step
         steps = len(train_loader or eval_loader)
         if trains:
@@ -242,11 +246,12 @@ def build_programs(
     paddle.seed(args.seed)
     if train_loader is not None:
         images = train_loader.data_set_size // processes.world_size()
-        lr_scheduler = schedules.build_lr_scheduler(args.part(schedules.Options), timeline(args, images))
-        stages = stages_from(args, checkpoint.epoch if checkpoint else 0)
+        of_stages = args.part(StageOptions)
+        lr_scheduler = schedules.build_lr_scheduler(args.part(schedules.Options), timeline(of_stages, images))
+        stages = stages_from(of_stages, checkpoint.epoch if checkpoint else 0)
         startup_progs = [static.Program() for _ in stages]
         works = [
-            _training(stage.settings, startup_prog, lr_scheduler, train_loader.class_images)
+            _training(args.stage(stage.changes), startup_prog, lr_scheduler, train_loader.class_images)
             for stage, startup_prog in zip(stages, startup_progs, strict=True)
         ]
         if args.teacher is not None:
@@ -338,7 +343,7 @@ def set_weights(
     """
     place = processes.place(args.device)
     watchdog.phase("weight loading")
-    options = variables.LoadOptions.of(args)
+    options = args.part(variables.LoadOptions)
     names = variables.load_start(options, checkpoint, (training or evaluation).program, place)
     if training:
         missing = variables.load_states(options, checkpoint, training.program, place)
@@ -434,12 +439,12 @@ def check_and_describe(
 def _with_settings(args, training):
     """Return the Work for training, which begins in epoch 0, with different settings. The programs and the settings on
     which they depend stay the same."""
-    first, *later = stages_from(args, 0)
+    first, *later = stages_from(args.part(StageOptions), 0)
     works = [
-        (stage.first_epoch, work._replace(settings=stage.settings))
+        (stage.first_epoch, work._replace(settings=args.stage(stage.changes)))
         for stage, (_, work) in zip(later, training.later, strict=True)
     ]
-    return training._replace(settings=first.settings, later=works)
+    return training._replace(settings=args.stage(first.changes), later=works)
 
 
 def _warn_of_bn_momentum(args, training):

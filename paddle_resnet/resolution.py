@@ -20,7 +20,7 @@ from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
-from paddle_resnet.settings import validation, values
+from paddle_resnet.settings import conflicts, validation, values
 from paddle_resnet.settings.groups import machine
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -124,7 +124,7 @@ def resolve_loader(settings: values.Settings) -> None:
     Raises:
         UsageError: the device does not support the precision or a loader flag.
     """
-    validation.check_device(settings)
+    validation.check_none(settings.part(conflicts.Device).conflicts())
     _check_precision(settings.part(precision.Settings))
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
@@ -154,7 +154,7 @@ def resolve_kernels(settings: values.Settings) -> None:
     """
     is_on_gpu = settings.device == "gpu"
     requested = settings.kernels
-    validation.check_kernels(settings.part(machine.Settings))
+    validation.check_none(machine.conflicts(settings.part(machine.Settings)))
     if requested == "auto":
         is_supported = settings.data_layout == "NHWC" and settings.program_representation == "legacy"
         settings.resolve("machine", kernels="native" if is_supported else "paddle")

@@ -248,7 +248,7 @@ def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
     monkeypatch.setattr(root_module.DataRoot, "open", lambda *arguments: calls.append(arguments))
     args = parse("--image-root", "i", "--data-format", "folder", "--skip-list", "s", "--dali-random-seed", "9")
     args.allow_outside, args.allow_empty_classes, args.allow_one_class = "outside", "empty", "one"
-    root = dali.data_root(args)
+    root = dali.data_root(args.part(dali.DataOptions))
     values = root.image_root, root.data_format, root.label_offset, root.allow_outside, root._skip_list
     assert values == ("i", "folder", "auto", "outside", "s")
     loader_module.open_split(root, args.part(Options), Mode.TRAIN, True, ["a"])
@@ -494,7 +494,7 @@ def test_synthetic_loaders_of_ranks_differ_and_resume(parse, shard, monkeypatch)
 
 @pytest.mark.parametrize("has_sizes", [True, False])
 def test_change_that_sizes_intends_is_not_a_warning(parse, capsys, has_sizes):
-    flags = dali.batch_flags(parse())
+    flags = dali.batch_flags(parse().as_dict())
     conditions = loader_state.conditions(flags, "folder", 30, 1)
     assert loader_state.LIST not in conditions
     assert loader_state.conditions(flags, "", 30, 1, "0123456789abcdef-")[loader_state.LIST] == "0123456789abcdef"

@@ -116,7 +116,10 @@ def test_evaluated_checkpoint_is_logged(record):
     record.results |= {"origin": ("folder", "meta"), "log_evaluated": 4}
     args = config.parse_args([*TINY, "--from-pretrained-params", "d"])
     assert phases.log_evaluated(args, "checkpoint") == 4
-    assert record.calls == [("origin", "checkpoint", "d", ("tiny", True)), ("log_evaluated", "folder", "meta")]
+    assert record.calls == [
+        ("origin", "checkpoint", args.part(phases.restore.Options)),
+        ("log_evaluated", "folder", "meta"),
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -149,7 +152,7 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, sha
         events.append((args, startup, steps, is_train, lr_scheduler, class_images))
         return f"fetchs of {args}", lr_scheduler, "feeds", f"optimizer of {args}"
 
-    stages = [SimpleNamespace(settings=f"stage {epoch}", first_epoch=epoch) for epoch in (1, 3)]
+    stages = [SimpleNamespace(changes=epoch, first_epoch=epoch) for epoch in (1, 3)]
     monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
     shard(world_size=2)
     monkeypatch.setattr(phases, "timeline", lambda args, images: f"{images} images")
@@ -157,7 +160,7 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, sha
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
     loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, teacher=None)
-    args.part = vars
+    args.part, args.stage = vars, "stage {}".format
     exe = SimpleNamespace(run=batches.append)
 
     training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
@@ -215,7 +218,6 @@ def set_weights(record, monkeypatch):
     record(phases.variables, "load_start", "load_states", "start_states")
     monkeypatch.setattr(phases.variables, "states", lambda program: f"all states of {program}")
     record(phases.watchdog, "phase")
-    monkeypatch.setattr(phases.variables.LoadOptions, "of", lambda args: "options")
     monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
     record(phases.restore, "restore")
     record(sparsity, "prune", "apply_masks", "describe")
@@ -235,6 +237,8 @@ def set_weights(record, monkeypatch):
 
 def settings(**flags):
     def part(cls):
+        if cls is phases.variables.LoadOptions:
+            return "options"
         return cls(**{field.name: getattr(args, field.name, field.default) for field in dataclasses.fields(cls)})
 
     args = SimpleNamespace(**{**vars(ARGS), **flags}, part=part)
@@ -387,9 +391,10 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
     args = SimpleNamespace(kernels="native", device="cpu", dry_run=is_dry, show_config=shows, benchmark=False)
     args.part = lambda options: "options of the evaluation"
+    args.stage = lambda changes: stage
     stage = SimpleNamespace(part=lambda options: "options of the stage")
     chosen = SimpleNamespace(**vars(args), epochs=2) if is_needed and not is_dry else args
-    record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, stage)]}
+    record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, {}, 8)]}
     captured = SimpleNamespace(captured="graph")
     training = phases.Work(stage, "train loader", SimpleNamespace(name="training"), None, compiled=captured, later=[])
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))

@@ -135,8 +135,7 @@ def test_fleet_starts_once_for_a_run_and_its_stages(record, monkeypatch):
     flags = ["--seed", "5", "--data-layout", "NHWC", "--comm-timeout-s", "7", "--cuda-graph", "false"]
     args = frozen(config.parse_args(flags))
     record.results["resolve"] = args
-    stage = args.stage()
-    stage.finalize()
+    stage = args.stage({"--sizes": {"batch_size": 3}})
     for settings in (args, stage, args):
         assert program.start(settings, Mode.EVAL) is settings
     expected = [("check_version",), ("enable_static",), ("connect", 7), ("resolve", args, Mode.EVAL)]

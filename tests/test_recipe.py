@@ -109,7 +109,7 @@ def test_installed_weights_are_fine_tuned():
 def test_images_are_larger_in_evaluation():
     s = choose(294)
     assert (s.sizes, s.crop_size, s.resize_short, s.image_shape) == (["224:0"], 256, 256, [4, 256, 256])
-    assert [stage.settings.crop_size for stage in stages.stages(s)] == [224]
+    assert [s.stage(stage.changes).crop_size for stage in stages.stages(s.part(stages.Options))] == [224]
     assert s.origin("sizes") == "chosen: image size of the weights"
     assert s.origin("crop_size") == "chosen: larger than the training images"
 

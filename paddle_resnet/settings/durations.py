@@ -82,6 +82,11 @@ class Settings:
         used_by=("iter_unit", ("epoch",)),
     )
 
+    @property
+    def length(self) -> int | None:
+        """The length of the run, in the unit --iter-unit."""
+        return self.num_iter if self.iter_unit == "batch" else self.epochs
+
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Yield a Conflict if --iter-unit batch is set without --num-iter."""

@@ -372,11 +372,11 @@ def test_resumed_training_uses_bn_statistics_of_its_own_rank(args, run, monkeypa
     checkpoint = find(args, saver.folder.parent, "auto")
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=False)
-        variables.load(variables.LoadOptions.of(args), checkpoint.folder, main, PLACE)
+        variables.load(args.part(variables.LoadOptions), checkpoint.folder, main, PLACE)
         assert not np.array_equal(variable("batch_norm_2.w_1"), own["batch_norm_2.w_1"])
     with static.scope_guard(static.Scope()):
         _, _, fetchs, schedule, main = build(args)
-        variables.load(variables.LoadOptions.of(args), checkpoint.folder, main, PLACE)
+        variables.load(args.part(variables.LoadOptions), checkpoint.folder, main, PLACE)
         restore_run(checkpoint, schedule, fetchs)
         np.testing.assert_array_equal(variable("batch_norm_2.w_1"), own["batch_norm_2.w_1"])
 
