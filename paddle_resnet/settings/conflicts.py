@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from paddle_resnet.components import distillation, loss, optimizer, precision, quantization, rates, sparsity, task
 from paddle_resnet.components import stages as stages_of
@@ -303,4 +304,4 @@ class Unused(saving.Settings, network.Settings, benchmark.Settings):
                 yield f"{argument(self, name)}: has no effect without --benchmark; {remedy}"
 
 
-WARNINGS = (Crop, Training, Decay, Patience, Budget, Optimizer, Device, Unused)
+WARNINGS: tuple[Any, ...] = (Crop, Training, Decay, Patience, Budget, Optimizer, Device, Unused)

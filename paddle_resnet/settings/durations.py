@@ -83,9 +83,9 @@ class Settings:
     )
 
     @property
-    def length(self) -> int | None:
-        """The length of the run, in the unit --iter-unit."""
-        return self.num_iter if self.iter_unit == "batch" else self.epochs
+    def length(self) -> int:
+        """The length of the run in the unit --iter-unit; 0 if --num-iter is missing."""
+        return (self.num_iter or 0) if self.iter_unit == "batch" else self.epochs
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:

@@ -80,8 +80,9 @@ def check_none(found: Iterable[Conflict]) -> None:
 
 def warnings(settings: values.Settings) -> Iterator[str]:
     """Yield a warning for each combination of flags that is valid but rarely intended."""
-    for part in conflicts.WARNINGS:
-        yield from settings.part(part).warnings()
+    for cls in conflicts.WARNINGS:
+        part: Any = settings.part(cls)
+        yield from part.warnings()
 
 
 def drop_unused(settings: values.Settings) -> None:
