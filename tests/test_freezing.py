@@ -192,8 +192,11 @@ def test_only_a_stage_without_frozen_layers_trains_all_layers(monkeypatch, capsy
     training = phases.Work(SimpleNamespace(freeze=["stem"], **values), "loader", "program", {}, later=[(2, later)])
     followed = []
     saver = SimpleNamespace(follow=lambda *state: followed.append(state))
-    assert phases.enter_stage(training, 1, saver) is training and not followed
-    entered = phases.enter_stage(training, 2, saver)
+    run = phases.Run(None, training=training)
+    run.enter_stage(1, saver)
+    assert run.training is training and not followed
+    run.enter_stage(2, saver)
+    entered = run.training
     assert (entered.loader, entered.program, entered.later) == ("loader", "later program", [])
     assert entered.compiled.trace is None and followed == [("loader", {}, "later program")]
     assert ("epoch 2: training all layers from now on" in capsys.readouterr().out) == is_logged
@@ -355,7 +358,7 @@ def test_bn_momentum_of_run_with_few_batches(parse, capsys, batches, momentum, v
     args = parse("--bn-momentum", momentum, "--epochs", batches)
     main = static.Program()
     _, schedule, *_ = program.build(frozen(args), main, static.Program(), 1)
-    phases._warn_of_bn_momentum(args, phases.Work(args, None, main, None, schedule))
+    phases._warn_of_bn_momentum(args.part(phases.BnOptions), phases.Work(args, None, main, None, schedule))
     err = capsys.readouterr().err
     assert err.endswith(f"use --bn-momentum {value}\n") if value else err == ""
 

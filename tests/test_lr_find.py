@@ -291,9 +291,9 @@ def test_suggestion_states_factor_and_too_low_limit(
     monkeypatch.setattr(drawing, "save", lambda figure, path, what: drawn.extend((figure, path, what)))
     shard(world_size=3)
     args = SimpleNamespace(model_arch_name="Net", image_root="DATA", output_dir="o", overwrite=False)
-    args.accumulate_steps, args.as_dict = 2, lambda: {"lr": 1}
+    args.accumulate_steps = 2
     search = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS)
-    assert lr_find._write(search, args, tmp_path / "new/run", [3.0, 2.0], ended_early) is None
+    assert lr_find._write(search, args, tmp_path / "new/run", [3.0, 2.0], ended_early, {"lr": 1}) is None
     assert analyzed == [(rates()[:2], [3.0, 2.0], STEPS, 6, ended_early, {"lr": 1})]
     data, plot = (tmp_path / "new/run" / name for name in (lr_curve.DATA, lr_curve.DRAWING))
     assert drawn == [data, "Net on DATA", plot, f"{lr_curve.DRAWING} in --output-dir"]

@@ -26,7 +26,7 @@ def test_processes_of_gpus_are_bound_to_the_cpu_cores_closest_to_their_gpu(
     record(phases.paddle, "enable_static")
     monkeypatch.setattr(phases.resolution, "resolve_device", lambda args: args.set("machine", device=device))
     record(phases, "bind_to_gpu")
-    phases.start(config.parse_args(["--enable-cpu-affinity", flag]))
+    phases.Run(config.parse_args(["--enable-cpu-affinity", flag])).start()
     assert record.calls == [*bound, ("enable_static",)]
 
 
@@ -61,8 +61,10 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     args = config.parse_args([*TINY, *places, "--profile-steps", "1:2", "--overwrite", *flags])
     args.tensorboard_dir = "t"
 
-    assert phases.find_start(args) == "checkpoint"
-    folder = Path("o/Tiny")
+    run = phases.Run(args)
+    run.find_start()
+    assert run.checkpoint == "checkpoint"
+    folder, budget_options = Path("o/Tiny"), args.part(phases.budget.Options)
     expected = [(name, args) for name in ("check_start", "choose", "resolve_network", "find")]
     expected += [("inherit_flags", args, "checkpoint"), ("phase", "kernel compilation")]
     expected += [
@@ -74,7 +76,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     ]
     expected += [
         ("resolve_report", args, folder, phases.run_report.default_name(args.run_scope, args.benchmark)),
-        ("is_needed", args, "checkpoint"),
+        ("is_needed", budget_options, "checkpoint"),
     ]
     if mode is Mode.TRAIN:
         expected += [("check_resumed", "checkpoint", None)]
@@ -85,7 +87,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
 
     record.calls.clear()
     record(phases.exchange, "from_rank_0")
-    phases.claim_outputs(args, "checkpoint")
+    run.claim_outputs()
     [(_, claim)] = record.calls  # only rank 0 calls this function
     record.calls.clear()
     claim()
@@ -95,7 +97,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
         "the trace of --profile-steps": "o/profile/steps_1_2_rank0.json",
     }
     assert folders == {"--output-dir": folder if is_saving else None, "--tensorboard-dir": "t"}
-    assert options.pop("inputs") == [*phases.input_files(args), ("the lr_find curve", folder / "lr_find.json")]
+    assert options.pop("inputs") == [*run.input_files(), ("the lr_find curve", folder / "lr_find.json")]
     assert options == {"protected": [("the data set's", "i/x")], "run_folder": folder, "announced": "a"}
     assert others == [("setup", "r"), ("check_replaced", args.part(phases.run_report.Options), "checkpoint", folder)]
 
@@ -104,18 +106,18 @@ def test_only_training_that_reached_its_end_is_done():
     flags = "--iter-unit batch --num-iter 7 --patience 2 --warmup-epochs 0"
     args = config.parse_args(tiny(*flags.split()))
     checkpoint = SimpleNamespace(is_done=lambda *flags: flags == ("batch", 90, 7, 2))
-    assert phases.is_done(args, checkpoint)
-    assert not phases.is_done(args, None)
-    assert not phases.is_done(args, SimpleNamespace(is_done=lambda *_: False))
+    assert phases.Run(args, checkpoint).is_done
+    assert not phases.Run(args).is_done
+    assert not phases.Run(args, SimpleNamespace(is_done=lambda *_: False)).is_done
     args = config.parse_args([*TINY, *flags.split(), "--run-scope", "eval_only", "--from-checkpoint", "c"])
-    assert not phases.is_done(args, checkpoint)
+    assert not phases.Run(args, checkpoint).is_done
 
 
 def test_evaluated_checkpoint_is_logged(record):
     record(phases.restore, "origin", "log_evaluated")
     record.results |= {"origin": ("folder", "meta"), "log_evaluated": 4}
     args = config.parse_args([*TINY, "--from-pretrained-params", "d"])
-    assert phases.log_evaluated(args, "checkpoint") == 4
+    assert phases.Run(args, "checkpoint").log_evaluated() == 4
     assert record.calls == [
         ("origin", "checkpoint", args.part(phases.restore.Options)),
         ("log_evaluated", "folder", "meta"),
@@ -132,10 +134,14 @@ def test_loader_writes_normalized_images_to_tensorboard(record, device):
     record.results["follow"] = "writer"
     training = phases.Work(None, "loader", "program", {}, SimpleNamespace(timeline="timeline"))
     args = config.parse_args([*TINY, "--normalize-scale", "0.5"])
-    assert phases.show_on_tensorboard(args, training, None) is training
+    run = phases.Run(args, training=training)
+    run.show_on_tensorboard()
+    assert run.training is training
     args = config.parse_args([*TINY, "--normalize-scale", "0.5", "--tensorboard-dir", "d"])
     args.set("machine", device=device)
-    assert phases.show_on_tensorboard(args, training, "checkpoint") == training._replace(loader="writer")
+    run = phases.Run(args, "checkpoint", training=training)
+    run.show_on_tensorboard()
+    assert run.training == training._replace(loader="writer")
     [(*called, pictures)] = record.calls
     assert called == ["follow", "d", "loader", "timeline", "checkpoint"]
     pictures({"data": "images"})
@@ -153,17 +159,20 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, sha
         return f"fetchs of {args}", lr_scheduler, "feeds", f"optimizer of {args}"
 
     stages = [SimpleNamespace(changes=epoch, first_epoch=epoch) for epoch in (1, 3)]
-    monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
+    monkeypatch.setattr(phases.stages, "stages_from", lambda args, epoch: stages[epoch:])
+    monkeypatch.setattr(phases.teachers, "check_classes", lambda program, classes: None)
     shard(world_size=2)
-    monkeypatch.setattr(phases, "timeline", lambda args, images: f"{images} images")
+    monkeypatch.setattr(phases.stages, "timeline", lambda args, images: f"{images} images")
     monkeypatch.setattr(phases.schedules, "build_lr_scheduler", lambda options, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
-    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, teacher=None)
+    loader, args = SimpleNamespace(data_set_size=9, class_images="counts", classes=[]), SimpleNamespace(seed=7)
     args.part, args.stage = vars, "stage {}".format
     exe = SimpleNamespace(run=batches.append)
 
-    training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
+    run = phases.Run(args, exe=exe)
+    run.build_programs(loader, "eval loader")
+    training, evaluation = run.training, run.evaluation
     (_, startup, *_), (_, later_startup, *_), (_, eval_startup, *_) = events[1:]
     options = (0, True, "schedule of 4 images", "counts")
     expected = [7, ("stage 1", startup, *options), ("stage 3", later_startup, *options)]
@@ -176,9 +185,12 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, sha
     assert (evaluation.settings, evaluation.loader) == (args, "eval loader")
 
     # A run that starts in the last stage builds only this stage.
-    training, evaluation = phases.build_programs(args, exe, loader, None, SimpleNamespace(epoch=1))
-    assert (training.settings, training.later, evaluation) == ("stage 3", [], None)
-    assert phases.build_programs(args, exe, None, "eval loader")[0] is None
+    run = phases.Run(args, SimpleNamespace(epoch=1), exe)
+    run.build_programs(loader, None)
+    assert (run.training.settings, run.training.later, run.evaluation) == ("stage 3", [], None)
+    run = phases.Run(args, exe=exe)
+    run.build_programs(None, "eval loader")
+    assert run.training is None
     assert batches[-1] is events[-1][1]
 
 
@@ -194,9 +206,13 @@ def test_new_stage_continues_the_image_order_unless_batches_are_equal(monkeypatc
         now = SimpleNamespace(**(values | change))
         later = phases.Work(now, None, "later program", "later fetchs", schedule)
         training = phases.Work(SimpleNamespace(**values), loader, "program", "fetchs", later=[(2, later)])
-        assert phases.enter_stage(training, 1, saver) is training
-        entered = phases.enter_stage(training, 2, saver)
-        assert phases.enter_stage(entered, 3, saver) is entered  # no later stage
+        run = phases.Run(None, training=training)
+        run.enter_stage(1, saver)
+        assert run.training is training
+        run.enter_stage(2, saver)
+        entered = run.training
+        run.enter_stage(3, saver)
+        assert run.training is entered  # no later stage
         assert entered.loader == ((now, Mode.TRAIN, "state") if change else loader)
         assert followed.pop() == (entered.loader, "later fetchs", "later program")
         assert (entered.compiled.inputs, entered.compiled.trace) == ((now, "later program"), None)
@@ -208,7 +224,7 @@ def test_new_stage_continues_the_image_order_unless_batches_are_equal(monkeypatc
         training = phases.Work(
             SimpleNamespace(**values | {"freeze": "stem"}), loader, "program", {}, later=[(2, later)]
         )
-        phases.enter_stage(training, 2, saver)
+        phases.Run(None, training=training).enter_stage(2, saver)
         assert capsys.readouterr().out == "epoch 2: training all layers from now on (--unfreeze-at)\n" * is_logged
 
 
@@ -220,6 +236,7 @@ def set_weights(record, monkeypatch):
     record(phases.watchdog, "phase")
     monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
     record(phases.restore, "restore")
+    monkeypatch.setattr(phases.teachers, "load", lambda program, place: None)
     record(sparsity, "prune", "apply_masks", "describe")
     record(precision, "cast_evaluation_program")
     monkeypatch.setattr(phases.quantization, "float32_variables", lambda program: f"float32 of {program}")
@@ -230,7 +247,9 @@ def set_weights(record, monkeypatch):
         args = settings(**flags)
         optimizer = SimpleNamespace(amp_init=lambda place, scope: record.calls.append(("amp_init", place)))
         training = phases.Work(args, "loader", "program", "fetchs", "schedule", optimizer)
-        return phases.set_weights(args, checkpoint, training, evaluation), record.calls
+        run = phases.Run(args, checkpoint, None, training, evaluation)
+        run.set_weights()
+        return run.checkpoint, record.calls
 
     return set_weights
 
@@ -311,7 +330,7 @@ def test_half_precision_casts_only_the_evaluation_program_without_its_float32_va
     _, calls = set_weights(None, evaluation=evaluation, amp=True)
     options = ("place of cpu", "float16", "O2", "float32 of evaluation")
     assert calls[-1] == ("cast_evaluation_program", "evaluation", *options)
-    phases.set_weights(settings(), None, None, evaluation)  # an evaluation has no training state
+    phases.Run(settings(), evaluation=evaluation).set_weights()  # an evaluation has no training state
     assert calls[-1][0] == "load_start" and calls[-1][3] == "evaluation"
 
 
@@ -337,17 +356,21 @@ def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypa
     monkeypatch.setattr(
         phases.program, "compile_prog", lambda *program, is_train=True: compiled.append((*program, is_train)) or program
     )
-    args = SimpleNamespace(**{**vars(ARGS), **flags})
+    args = settings(**flags)
     training = phases.Work("stage", None, "training", None) if trains else None
-    training, evaluation = phases.compile_programs(args, "exe", training, phases.Work(args, None, "evaluation", None))
+    run = phases.Run(args, None, "exe", training, phases.Work(args, None, "evaluation", None))
+    run.compile_programs()
+    training, evaluation = run.training, run.evaluation
     evaluation.refresh()
     assert updates == ["program compilation", *expected]
-    inputs = {"averages": ("training", "evaluation", "exe"), "folded": (args, "exe", "evaluation")}
+    inputs = {
+        "averages": ("training", "evaluation", "exe"),
+        "folded": (args.part(phases.FoldOptions), "exe", "evaluation"),
+    }
     assert made == [inputs[name] for name in expected]
     assert compiled == [*([("stage", "training", True)] if trains else []), (args, "evaluation", False)]
     assert evaluation.compiled == (args, "evaluation")
     assert training is None or training.compiled == ("stage", "training")
-    assert phases.compile_programs(args, "exe", None, None) == (None, None)
 
 
 NATIVE = {"kernels": "native", "device": "gpu", "data_layout": "NHWC"}
@@ -367,8 +390,8 @@ NATIVE = {"kernels": "native", "device": "gpu", "data_layout": "NHWC"}
 def test_custom_kernels_fold_only_convolutions_that_they_fuse(record, flags, expected):
     record(folding, "fold_batch_norms", "fuse_convolutions")
     record.results |= {"fold_batch_norms": "update", "fuse_convolutions": (2, "update")}
-    args = SimpleNamespace(**{**vars(ARGS), **flags})
-    assert phases._fold(args, "exe", "program") == ["update"] * len(expected)
+    args = settings(**flags)
+    assert phases._fold(args.part(phases.FoldOptions), "exe", "program") == ["update"] * len(expected)
     assert record.calls == expected
 
 
@@ -384,13 +407,14 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases.agreement, "check_work")
     record(phases, "fused_operators")
     record(phases.budget, "is_needed", "choose")
-    record(phases, "_warn_of_bn_momentum", "describe", "stages_from")
+    record(phases, "_warn_of_bn_momentum", "describe")
+    record(phases.stages, "stages_from")
     record(phases.run_report, "start_line")
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
     args = SimpleNamespace(kernels="native", device="cpu", dry_run=is_dry, show_config=shows, benchmark=False)
-    args.part = lambda options: "options of the evaluation"
+    args.part = lambda options: "options"
     args.stage = lambda changes: stage
     stage = SimpleNamespace(part=lambda options: "options of the stage")
     chosen = SimpleNamespace(**vars(args), epochs=2) if is_needed and not is_dry else args
@@ -398,19 +422,22 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     captured = SimpleNamespace(captured="graph")
     training = phases.Work(stage, "train loader", SimpleNamespace(name="training"), None, compiled=captured, later=[])
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
-    assert phases.check_and_describe(args, "exe", "checkpoint", training, evaluation) == (chosen, training)
+    checkpoint = SimpleNamespace(epoch=0)
+    run = phases.Run(args, checkpoint, "exe", training, evaluation)
+    run.check_and_describe()
+    assert (run.settings, run.training) == (chosen, training)
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
     assert ("fused_operators", "cpu", captured) in record.calls
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
-    assert ("is_needed", args, "checkpoint") in record.calls
-    assert ("_warn_of_bn_momentum", chosen, training) in record.calls
+    assert ("is_needed", "options", checkpoint) in record.calls
+    assert ("_warn_of_bn_momentum", "options", training) in record.calls
     line = ("start_line", "options of the stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
     assert record.calls[-2] == line
     record.results["is_needed"] = False  # an evaluation
-    assert phases.check_and_describe(args, "exe", None, None, evaluation) == (args, None)
+    phases.Run(args, exe="exe", evaluation=evaluation).check_and_describe()
     assert record.calls[-2] == (
         "start_line",
-        "options of the evaluation",
+        "options",
         None,
         "eval loader",
         {"native_bn": 1},
@@ -437,7 +464,7 @@ def open_data(record, monkeypatch):
     record(phases.dali, "warn_of_unused_outputs")
     record(phases.trace, "check")
     record.results["recorded_classes"] = ["a"]
-    monkeypatch.setattr(phases, "_origin", lambda *_: ("folder", "meta"))
+    monkeypatch.setattr(phases.Run, "_origin", lambda run: ("folder", "meta"))
     monkeypatch.setattr(
         phases.restore, "compare_classes", lambda *args, is_fine_tuning: record.calls.append((*args, is_fine_tuning))
     )
@@ -457,7 +484,7 @@ def open_data(record, monkeypatch):
         record.calls.clear()
         roots.clear()
         args = config.parse_args([*TINY, "--from-pretrained-params", "x", "--profile-steps", "1:2", *flags])
-        train_loader, eval_loader = phases.open_data(args, checkpoint)
+        train_loader, eval_loader = phases.Run(args, checkpoint).open_data()
         return train_loader and len(train_loader), eval_loader and len(eval_loader), record.calls
 
     return open_data
@@ -528,7 +555,7 @@ def test_inputs_of_a_run_are_protected(tmp_path, work_in):
     flags = ["--config", "c.yaml", "--skip-list", "skip.txt", "--from-pretrained-params", "epoch"]
     args = config.parse_args([*TINY, *flags, "--model-arch-name", "net.py:Net"])
     start = "--from-pretrained-params"
-    assert {(name, str(path)) for name, path in phases.input_files(args)} == {
+    assert {(name, str(path)) for name, path in phases.Run(args).input_files()} == {
         ("--config", "c.yaml"),
         ("--skip-list", "skip.txt"),
         ("--model-arch-name", "net.py"),
@@ -536,4 +563,4 @@ def test_inputs_of_a_run_are_protected(tmp_path, work_in):
         (start, "epoch.pdopt"),
         (start, "epoch/x.pdema"),
     }
-    assert phases.input_files(config.parse_args(TINY)) == []
+    assert phases.Run(config.parse_args(TINY)).input_files() == []

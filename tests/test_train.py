@@ -130,12 +130,12 @@ def run_epochs(record, monkeypatch):
         return call
 
     monkeypatch.setattr(saver, "Saver", Saver)
-    monkeypatch.setattr(phases, "show_on_tensorboard", lambda args, training, checkpoint: training)
-    monkeypatch.setattr(phases, "enter_stage", lambda training, epoch, saver: training)
+    monkeypatch.setattr(phases.Run, "show_on_tensorboard", lambda run: None)
+    monkeypatch.setattr(phases.Run, "enter_stage", lambda run, epoch, saver: None)
     monkeypatch.setattr(train.logger, "begin", lambda entry, append: calls.append(("begin", entry, append)))
     monkeypatch.setattr(train.durations, "stops", lambda args, timeline, done: calls.append(("stops", done)) or STOPS)
-    monkeypatch.setattr(train, "_train", result("trained", 2))
-    monkeypatch.setattr(train, "_evaluate", result("evaluated", 3))
+    monkeypatch.setattr(train, "_train", result("trained", 1))
+    monkeypatch.setattr(train, "_evaluate", result("evaluated", 1))
     record(all_reduces, "average_bn")
     record(train.run_report, "first_entry", "resumes", "advise_on_loader", "summarize")
     record.results |= {"first_entry": "first entry", "resumes": "resumes", "advise_on_loader": True}
@@ -149,7 +149,7 @@ def run_epochs(record, monkeypatch):
         training = phases.Work(args, "loader", "program", "fetchs", schedule)
         checkpoint = SimpleNamespace(trained=trained)
         with pytest.raises(MemoryError) if failing[0] else contextlib.nullcontext():
-            train._run_epochs(args, "argv", "exe", checkpoint, training, evaluation)
+            train._run_epochs(phases.Run(args, checkpoint, "exe", training, evaluation), "argv")
         assert calls[0] == ("first_entry", "entry", "argv")
         assert calls[1:3] == [("resumes", options, checkpoint), ("begin", "first entry", "resumes")]
         return calls[3][1], calls[4:]
@@ -220,17 +220,18 @@ def test_metrics_of_an_epoch_are_logged_except_in_benchmarks(record, monkeypatch
     refresh = lambda: record.calls.append(("refresh",))  # noqa: E731
     loader = SimpleNamespace(class_names="names")
     work = phases.Work(args, loader, "program", "fetchs", "schedule", compiled="compiled", refresh=refresh)
-    assert train._train("exe", work, STOPS[0], "save") == {"loss": 1}
+    run = phases.Run(args, None, "exe", work, work)
+    assert train._train(run, STOPS[0], "save") == {"loss": 1}
     options = (loader, "exe", "compiled", "fetchs", 0)
     trained = ("run_and_save", loop.Options, *options, Mode.TRAIN, "schedule", "save", 2)
     assert record.calls == [trained, ("log_info", (0,), {"loss": 1, "step": 2}, Mode.TRAIN)]
     record.calls.clear()
     args.benchmark = True
-    train._train("exe", work, STOPS[0], "save")
+    train._train(run, STOPS[0], "save")
     assert record.calls == [trained]
     record.calls.clear()
     is_best = lambda stop, result: record.calls.append((stop, result)) or "is best"  # noqa: E731
-    assert train._evaluate("options", "exe", work, STOPS[0], is_best) == "without arrays"
+    assert train._evaluate(run, STOPS[0], is_best) == "without arrays"
     assert record.calls == [
         ("refresh",),
         ("run", args, *options, Mode.EVAL),
