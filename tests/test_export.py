@@ -512,32 +512,6 @@ def test_network_trained_with_qat_is_quantized_without_calibration(
         assert written == ([(result, 8), (description, result, 0.1), *speed] if result else [])
 
 
-def test_export_passes_options_to_networks(checkpoint, photos, tmp_path, monkeypatch):
-    """The test file replaces the network of a user's file with the network of the checkpoint."""
-
-    def load(_, device="cpu", uint8=False, model_arch_name=None, fold=False, precision="float32", as_evaluated=False):
-        loaded.append((model_arch_name, uint8, fold, precision, as_evaluated))
-        return real(checkpoint, uint8=uint8, fold=fold)
-
-    loaded, verified, real = [], [], networks.load_checkpoint
-    monkeypatch.setattr(export, "registered_name", {"my-net": "MyNet"}.get)
-    monkeypatch.setattr(networks, "load_checkpoint", load)
-    monkeypatch.setattr(inference, "resolve_device", lambda device: "gpu")
-    monkeypatch.setattr(onnx_writer, "require", lambda package: None)
-    monkeypatch.setattr(export, "_write_onnx", lambda *arguments, **options: {})
-    monkeypatch.setattr(export, "_verify", lambda network, folder, root, device, *_: verified.append((root, device)))
-    monkeypatch.setattr(export, "_verify_recorded", lambda network, score, root, load, *_: load())
-    flags = {"model_arch_name": "my-net", "uint8": True, "precision": "float16"}
-    export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, **flags)
-    assert loaded == [
-        ("MyNet", True, False, "float16", False),
-        ("MyNet", True, True, "float32", False),
-        ("MyNet", False, False, "float32", False),
-        ("MyNet", False, False, "float32", True),
-    ]
-    assert verified == [(photos, "gpu")]
-
-
 def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos, monkeypatch):
     def outputs(images):
         """Return the same probabilities for each image: 0.4201, 0.4244 and 0.1555."""
@@ -587,36 +561,6 @@ def test_unusable_flags_are_an_error(checkpoint, tmp_path, capsys, flags, messag
     assert export.main([str(checkpoint), str(tmp_path / "exported"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()
-
-
-def test_flags_are_passed_on(capsys, monkeypatch):
-    def call(*arguments, **flags):
-        calls.append((arguments, flags))
-        return {"arch": "Net", "input": {"shape": [1]}, "output": {"shape": [None, 3]}, "classes": ["a"]}
-
-    calls = []
-    monkeypatch.setattr(export, "export", call)
-    for flags in (
-        "",
-        "--int8 --calibrate data",
-        "--onnx --verify data --uint8 --triton --model-arch-name net --precision float16 --int8 --int8-engine tensorrt "
-        "--calibrate data --calibration-method percentile --calibration-images 9 --allow-outside --temperature auto "
-        "--safetensors",
-    ):
-        assert export.main(["checkpoint", "out", *flags.split()]) == 0
-        assert capsys.readouterr().out == "out: Net, 3 classes, 1 with names, images [1]\n"
-    flags = dict.fromkeys(("onnx", "uint8", "triton", "allow_outside"), False) | dict.fromkeys(
-        ("verify", "model_arch_name")
-    )
-    flags |= {"precision": "float32", "int8": None, "calibration": None, "temperature": None, "safetensors": False}
-    all_flags = {"onnx": True, "verify": "data", "uint8": True, "triton": True, "model_arch_name": "net"}
-    all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", 9, True)}
-    all_flags |= {"allow_outside": True, "temperature": "auto", "safetensors": True}
-    assert calls == [
-        (("checkpoint", "out"), flags),
-        (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", 512, False)}),
-        (("checkpoint", "out"), all_flags),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -1061,7 +1005,7 @@ def test_qat_evaluation_is_compared_only_where_rounding_is_equal(monkeypatch, ca
     assert message in capsys.readouterr().out
 
 
-def test_qat_evaluation_with_missing_kernels_is_not_compared(monkeypatch, capsys):
+def test_qat_evaluation_with_missing_kernels_is_not_compared(capsys):
     def load():
         raise native.Unavailable("no compiler")
 

@@ -110,7 +110,7 @@ def test_frozen_layers_do_not_change_and_compute_no_gradients(parse, kernels, op
 
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
 @pytest.mark.parametrize("names", ["stages.0,blocks.0", "stages.1,blocks.1", "all-but-classifier"])
-def test_custom_kernels_match_paddle_with_frozen_layers(parse, monkeypatch, arch, names):
+def test_custom_kernels_match_paddle_with_frozen_layers(parse, arch, names):
     """Gradients flow through frozen layers if an earlier layer is trained."""
     names = names if "," not in names else names.split(",")[arch == "TinyMobile"]
     changes = []

@@ -277,38 +277,6 @@ def test_divergence_is_reported_only_before_the_loss_settles(ended_early, steps,
     assert lr_find._problem(SimpleNamespace(from_lr=0.1), curve).startswith(problem)
 
 
-@pytest.mark.parametrize(
-    ("minimum", "ended_early", "is_warned"), [(8.0, False, False), (8.1, False, True), (8.1, True, False)]
-)
-def test_suggestion_states_factor_and_too_low_limit(
-    tmp_path, capsys, monkeypatch, shard, minimum, ended_early, is_warned
-):
-    analyzed, drawn = [], []
-    curve = SimpleNamespace(steepest=0.01, minimum=minimum)
-    monkeypatch.setattr(lr_curve, "analyze", lambda *arguments: analyzed.append(arguments) or curve)
-    monkeypatch.setattr(lr_curve, "write", lambda path, curve: drawn.append(path))
-    monkeypatch.setattr(drawing, "lr_curve", lambda curve, title: title)
-    monkeypatch.setattr(drawing, "save", lambda figure, path, what: drawn.extend((figure, path, what)))
-    shard(world_size=3)
-    args = SimpleNamespace(model_arch_name="Net", image_root="DATA", output_dir="o", overwrite=False)
-    args.accumulate_steps, args.as_dict = 2, lambda: {"lr": 1}
-    search = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS)
-    assert lr_find._write(search, args, tmp_path / "new/run", [3.0, 2.0], ended_early) is None
-    assert analyzed == [(rates()[:2], [3.0, 2.0], STEPS, 6, ended_early, {"lr": 1})]
-    data, plot = (tmp_path / "new/run" / name for name in (lr_curve.DATA, lr_curve.DRAWING))
-    assert drawn == [data, "Net on DATA", plot, f"{lr_curve.DRAWING} in --output-dir"]
-    out, err = capsys.readouterr()
-    factor = "(training multiplies --lr by 6, the number of processes times --accumulate-steps)"
-    assert out.splitlines() == [
-        f"curve of 2 steps: {plot}",
-        f"steepest descent at --lr 0.01, lowest loss at --lr {minimum:g} {factor}",
-        "with a warm-up, higher rates may be better, up to the rate with the lowest loss",
-        "suggestion: --lr 0.01",
-    ]
-    warning = "warning: --to-lr 10: the loss still falls at this rate; use a higher rate\n"
-    assert err == (warning if is_warned else "")
-
-
 def test_outputs_in_a_configuration_file_are_ignored(tmp_path):
     (tmp_path / "flags.yaml").write_text('report_html: page.html\nprofile_steps: "1:2"\n')
     search, args = lr_find.parse(["--config", str(tmp_path / "flags.yaml")])
@@ -470,15 +438,6 @@ def test_earlier_curve_is_replaced_only_with_overwrite(find, tmp_path, capsys, n
         expected = f"{tmp_path}/search/Tiny contains {name}; choose a different folder, or replace the curve with"
         assert expected in capsys.readouterr().err
         assert find("--overwrite", "--dry-run")[0] == 0
-
-
-def test_curve_does_not_replace_inputs(tmp_path, monkeypatch):
-    claims = []
-    monkeypatch.setattr(lr_find.outputs, "claim", lambda *files, **options: claims.append((files, options)))
-    monkeypatch.setattr(lr_find.layout, "occupied", lambda root: [f"{root}/x"])
-    lr_find._claim(SimpleNamespace(image_root="DATA", output_dir="d", overwrite=False), tmp_path, ["an input"])
-    files = {f"{name} in --output-dir": tmp_path / name for name in NAMES}, {"--output-dir": tmp_path}
-    assert claims == [(files, {"inputs": ["an input"], "protected": [("the data set's", "DATA/x")]})]
 
 
 def test_unwritable_output_is_error_before_search(find, photos, tmp_path, capsys):

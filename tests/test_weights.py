@@ -17,7 +17,7 @@ from PIL import Image
 
 import torch_files
 from conftest import assert_one_error, phase
-from paddle_resnet import dali, export, models, predict, weights
+from paddle_resnet import export, models, predict, weights
 from paddle_resnet.checkpoints import (
     conversion,
     folders,
@@ -25,14 +25,10 @@ from paddle_resnet.checkpoints import (
     foreign_names,
     look_alikes,
     published,
-    restore,
 )
 from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
-from paddle_resnet.serving import inference, networks
-from paddle_resnet.serving.model import Model
-from paddle_resnet.settings import parsing
-from paddle_resnet.utils.mode import Mode
+from paddle_resnet.serving import networks
 
 OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
 PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
@@ -202,32 +198,6 @@ def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare,
     assert (best["label"], best["class"]) == (701, "parachute")
     description = export.export(tmp_path / "out", tmp_path / "exported")
     assert description["preprocessing"]["interp"] == "cubic"
-
-
-def test_evaluation_uses_its_arguments_and_the_five_largest_logits(monkeypatch):
-    def load(*arguments):
-        assert arguments == ("checkpoint", "gpu")
-        return SimpleNamespace(model=lambda logits: model, args=SimpleNamespace(num_of_class=9), meta="meta")
-
-    def loader_args(*arguments):
-        assert arguments == ("description", 32, "gpu", 3)
-        return parsing.make_settings({}, {})
-
-    def build(args, mode, trained):
-        assert (args.image_root, args.num_of_class, args.data_format) == ("root", 9, "lmdb")
-        assert args.origin("image_root") == "internal"
-        assert (mode, trained) == (Mode.EVAL, ["a"])
-        return [({"data": np.zeros((4, 1)), "label": np.array([[0], [4], [5], [5]])},)]
-
-    model = Model("", "description", lambda images: [None, np.tile(np.arange(9, 0, -1), (len(images), 1))])
-    monkeypatch.setattr(inference, "resolve_device", {"auto": "gpu"}.get)
-    monkeypatch.setattr(networks, "load_checkpoint", load)
-    monkeypatch.setattr(inference, "loader_args", loader_args)
-    monkeypatch.setattr(weights.layout, "detect", lambda root, mode: {("root", Mode.EVAL): "lmdb"}[root, mode])
-    monkeypatch.setattr(restore, "recorded_classes", {"meta": ["a"]}.get)
-    monkeypatch.setattr(dali, "build_dataloader", build)
-    result = weights.evaluate("checkpoint", Path("root"), threads=3)
-    assert result == {"images": 4, "classes": 3, "top1": 0.25, "top5": 0.5}
 
 
 def error(capsys, *arguments):
