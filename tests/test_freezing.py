@@ -184,21 +184,6 @@ UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.
 UNFREEZE += ["--lookahead", "2,0.5"]
 
 
-@pytest.mark.parametrize(("layers", "is_logged"), [(["stem"], False), (None, True)])
-def test_only_a_stage_without_frozen_layers_trains_all_layers(monkeypatch, capsys, layers, is_logged):
-    monkeypatch.setattr(program, "compile_prog", lambda *_: SimpleNamespace(trace="trace"))
-    values = {"image_shape": [3, 32, 32], "batch_size": 8}
-    later = phases.Work(SimpleNamespace(freeze=layers, **values), None, "later program", {})
-    training = phases.Work(SimpleNamespace(freeze=["stem"], **values), "loader", "program", {}, later=[(2, later)])
-    followed = []
-    saver = SimpleNamespace(follow=lambda *state: followed.append(state))
-    assert phases.enter_stage(training, 1, saver) is training and not followed
-    entered = phases.enter_stage(training, 2, saver)
-    assert (entered.loader, entered.program, entered.later) == ("loader", "later program", [])
-    assert entered.compiled.trace is None and followed == [("loader", {}, "later program")]
-    assert ("epoch 2: training all layers from now on" in capsys.readouterr().out) == is_logged
-
-
 @pytest.mark.parametrize(
     "train_step", [1, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
 )
