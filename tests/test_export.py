@@ -19,7 +19,7 @@ from paddle import static
 from PIL import Image
 
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
-from helpers import predict, training_images
+from helpers import predict, training_images, with_meta
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
 from paddle_resnet.checkpoints import conversion, folders, foreign_files, restore
@@ -753,17 +753,14 @@ def test_recorded_loss_matches_exact_or_in_earlier_checkpoint_clipped_loss(is_ea
 def change(checkpoint, folder, parameter=None, loss=0):
     """Copy a checkpoint, permute one parameter or change the recorded loss (relative, if it exceeds 1), and return the
     new folder."""
-    meta = folders.read_meta(checkpoint)
-    meta["evaluated"]["loss"] += loss * max(1, meta["evaluated"]["loss"])
-    files = {name: (checkpoint / name).read_bytes() for name in meta["files"]}
+    evaluated, files = folders.read_meta(checkpoint)["evaluated"], {}
+    evaluated["loss"] += loss * max(1, evaluated["loss"])
     if parameter is not None:
-        name = "tiny.pdema" if "tiny.pdema" in files else "tiny.pdparams"
-        arrays = pickle.loads(files[name])
+        name = "tiny.pdema" if (checkpoint / "tiny.pdema").exists() else "tiny.pdparams"
+        arrays = pickle.loads((checkpoint / name).read_bytes())
         arrays[parameter] = np.roll(arrays[parameter], 1, -1)
         files[name] = pickle.dumps(arrays, protocol=2)
-    writers = {name: lambda file, data=data: file.write(data) for name, data in files.items()}
-    meta = {name: value for name, value in meta.items() if name not in ("format", "files", "checksum")}
-    return folders.commit(folder, "0", writers, meta)
+    return with_meta(checkpoint, folder, files=files, evaluated=evaluated)
 
 
 # Half precision rounds the images, whose values lie between 2000 and 2026, to integers.
@@ -1125,11 +1122,9 @@ def test_broken_openvino_is_an_error(checkpoint, photos, tmp_path, monkeypatch):
     assert not (tmp_path / "exported").exists()
 
 
-def test_class_names_may_contain_any_bytes(checkpoint, tmp_path, monkeypatch):
+def test_class_names_may_contain_any_bytes(checkpoint, tmp_path):
     classes = ["a\nb", os.fsdecode(b"\xff"), "ä"]
-    real = networks._describe
-    monkeypatch.setattr(networks, "_describe", lambda *ends: real(*ends) | {"classes": classes})
-    export.export(checkpoint, tmp_path / "exported")
+    export.export(with_meta(checkpoint, tmp_path, class_names=classes), tmp_path / "exported")
     assert (tmp_path / "exported/labels.txt").read_text().splitlines() == ["a\\nb", "\\udcff", "ä"]
     assert inference.open_paddle(tmp_path / "exported", "cpu").description["classes"] == classes
 

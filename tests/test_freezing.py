@@ -2,7 +2,6 @@
 
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import paddle

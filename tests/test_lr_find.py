@@ -14,8 +14,8 @@ import pytest
 from matplotlib import pyplot
 from paddle import static
 
-from conftest import NHWC, TINY, losses, read_report, strict_json
-from paddle_resnet import lr_find, program
+from conftest import NHWC, TINY, losses, read_report, strict_json, tiny
+from paddle_resnet import config, lr_find, program
 from paddle_resnet import report as report_command
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import exchange, processes
@@ -54,13 +54,14 @@ def rates(low=1e-6, high=10.0, steps=STEPS):
     return [low * (high / low) ** (i / (steps - 1)) for i in range(steps)]
 
 
-def synthetic(steps=100, noise=0.0, seed=0):
+def synthetic(steps=100, noise=0.0, seed=0, high=10.0):
     """Return (rates, losses) of a curve that falls fastest at 0.01, is lowest near 0.1 and then diverges."""
-    x = np.log10(rates(steps=steps))
+    x = np.log10(rates(high=high, steps=steps))
     values = 2.3 - 1.3 / (1 + np.exp(-3 * (x + 2))) + np.exp(5 * (x + 0.2))
     values += noise * np.random.RandomState(seed).standard_normal(steps)
-    values = values[: int(np.argmax(values > 20)) + 1]
-    return rates(steps=steps)[: len(values)], values.tolist()
+    if (values > 20).any():
+        values = values[: int(np.argmax(values > 20)) + 1]
+    return rates(high=high, steps=steps)[: len(values)], values.tolist()
 
 
 def contents(folder):
@@ -380,6 +381,35 @@ def test_rates_of_several_processes_are_multiplied(shard):
     assert schedule.last_lr == pytest.approx(8e-6)
     schedule.step(STEPS - 1)
     assert schedule.last_lr == pytest.approx(80)
+
+
+def test_suggestion_states_factor_of_training(tmp_path, capsys, shard):
+    """A curve that is still falling at the highest rate causes a warning."""
+    args = config.parse_args(tiny("--image-root", "DATA", "--output-dir", tmp_path, "--accumulate-steps", "2"))
+    shard(world_size=3)
+    for to_lr, is_warned in ((10.0, False), (0.05, True)):
+        search = SimpleNamespace(from_lr=1e-6, to_lr=to_lr, steps=100)
+        losses = synthetic(high=to_lr)[1]
+        assert lr_find._write(search, args, tmp_path / f"{to_lr:g}", losses, False) is None
+        curve = lr_curve.read(tmp_path / f"{to_lr:g}" / lr_curve.DATA)
+        out, err = capsys.readouterr()
+        factor = "(training multiplies --lr by 6, the number of processes times --accumulate-steps)"
+        assert out.splitlines()[1:] == [
+            f"steepest descent at --lr {curve.steepest:g}, lowest loss at --lr {curve.minimum:g} {factor}",
+            "with a warm-up, higher rates may be better, up to the rate with the lowest loss",
+            f"suggestion: --lr {curve.steepest:g}",
+        ]
+        warning = f"warning: --to-lr {to_lr:g}: the loss still falls at this rate; use a higher rate\n"
+        assert err == (warning if is_warned else "")
+
+
+def test_curve_does_not_replace_inputs(photos, tmp_path, capsys):
+    file = tmp_path / "search/Tiny" / lr_curve.DATA
+    file.parent.mkdir(parents=True)
+    file.write_text("lr: 0.1")
+    places = ["--image-root", photos, "--output-dir", tmp_path / "search", "--config", file]
+    assert lr_find.main([*TINY, *map(str, places), "--overwrite"]) == 2
+    assert f"{lr_curve.DATA} in --output-dir {file}: the same file as --config" in capsys.readouterr().err
 
 
 def test_search_uses_range_of_rank_0(find, monkeypatch):

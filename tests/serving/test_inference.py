@@ -99,18 +99,14 @@ def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys
         ({"model.onnx": {"size": 4, "sha256": hashlib.sha256(b"data").hexdigest()}}, False),
         ({"other.onnx": {"size": 4, "sha256": "0"}}, False),
         ({"model.onnx": {"size": 4, "sha256": "0"}}, True),
-        (UsageError("x"), False),
+        ("no description", False),
     ],
 )
-def test_sha256_of_onnx_file_is_compared_if_it_is_listed(monkeypatch, tmp_path, files, is_error):
-    def read(folder):
-        assert folder == tmp_path
-        if isinstance(files, Exception):
-            raise files
-        return {"files": files}
-
+def test_sha256_of_onnx_file_is_compared_if_it_is_listed(tmp_path, files, is_error):
     path = tmp_path / "model.onnx"
-    monkeypatch.setattr(inference, "_read_description", read)
+    (tmp_path / "model.json").write_text(
+        files if isinstance(files, str) else json.dumps(DESCRIPTION | {"files": files})
+    )
     message = rf"^{path}: damaged \(it does not match its sha256 in model.json\); export it again$"
     with pytest.raises(UsageError, match=message) if is_error else nullcontext():
         inference._check_onnx(b"data", path)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from helpers import METRICS, with_meta, write_checkpoint
 from paddle_resnet import export, models
-from paddle_resnet.checkpoints import restore
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.utils.errors import UsageError
 
@@ -24,20 +24,19 @@ def checkpoint(one_block, checkpoint):
         ({}, False),
         ({"world_size": 1}, True),
         ({"step": None}, True),
-        ({"trained": {}}, True),
-        ({"evaluated": {}}, True),
+        ({"trained": METRICS}, True),
+        ({"evaluated": METRICS}, True),
         ({"bn_averaged": True}, True),
         ({"bn_averaged": False}, False),
     ],
 )
-def test_bn_statistics_of_a_checkpoint_must_be_averaged(monkeypatch, tmp_path, changes, is_averaged):
+def test_bn_statistics_of_a_checkpoint_must_be_averaged(tmp_path, changes, is_averaged):
     meta = {"epoch": 2, "step": 5, "trained": None, "evaluated": None, "world_size": 2} | changes
-    monkeypatch.setattr(networks.folders, "is_checkpoint", lambda folder: True)
-    monkeypatch.setattr(networks.folders, "is_foreign", lambda folder: False)
-    monkeypatch.setattr(networks.folders, "verify", lambda folder: meta)
-    message = f"^{tmp_path}: saved after 5 steps of epoch 2, before the processes averaged their BN statistics; choose"
+    ranks = [{"loader": {"step": 5, "conditions": {}}, "meters": {}}] * meta["world_size"]
+    folder = write_checkpoint(tmp_path, "2_5", ranks=ranks, steps_each_epoch=9, **meta)
+    message = f"^{folder}: saved after 5 steps of epoch 2, before the processes averaged their BN statistics; choose"
     with nullcontext() if is_averaged else pytest.raises(UsageError, match=message):
-        assert networks._read_meta(tmp_path) is meta
+        assert networks._read_meta(folder).items() >= meta.items()
 
 
 @pytest.mark.parametrize("tta", ["none", "flip"])
@@ -61,17 +60,12 @@ def test_description_of_a_network(tta):
     assert networks._describe(args, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
 
 
-def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monkeypatch):
-    recorded, images = restore.recorded_flags, np.random.rand(2, 3, 32, 32).astype("float32")
-
-    def of_gpu(*arguments):
-        flags = recorded(*arguments)
-        flags.set("test", amp=True, kernels="native", data_layout="NHWC", dali_output_fp16=True)
-        flags.set("test", resume=True, profile_steps=(0, 1), device="gpu")
-        return flags
-
+def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, tmp_path):
+    images = np.random.rand(2, 3, 32, 32).astype("float32")
+    flags = {"amp": True, "kernels": "native", "data_layout": "NHWC", "dali_output_fp16": True}
+    flags |= {"resume": True, "profile_steps": [0, 1], "device": "gpu"}
     expected = networks.load_checkpoint(checkpoint)
-    monkeypatch.setattr(restore, "recorded_flags", of_gpu)
+    checkpoint = with_meta(checkpoint, tmp_path / "of_gpu", flags)
     network = networks.load_checkpoint(checkpoint)
     assert network.description == expected.description
     args = network.args
