@@ -66,27 +66,27 @@ def _read(path, size, mtime_ns):
     return Table(header, [[text(record.get(name)) for name in header] for record in records], what)
 
 
-def class_names(path: str) -> list[str] | None:
-    """Return the class names in label order that a file contains: a JSON object {"0": name} or {name: 0} with all
-    numbers from 0 or 1, or `class_names` in a .mat file; None if it contains none.
+def class_names(path: str) -> tuple[list[str], int | None] | None:
+    """Return (class names in label order, first label or None if it is unknown) of a file that contains a JSON object
+    {"0": name} or {name: 0} with all numbers from 0 or 1, or `class_names` in a .mat file; None if it contains none.
 
     Raises:
         UsageError, OSError: see read().
     """
     if path.lower().endswith(".mat"):
         names = _variables(path).get("class_names")
-        return None if names is None else [str(name) for name in names.reshape(-1).tolist()]
+        return None if names is None else ([str(name) for name in names.reshape(-1).tolist()], None)
     content = _json(path)
     if not isinstance(content, dict) or not content:
         return None
-    if all(type(value) is int for value in content.values()):
+    if all(type(value) is int for value in content.values()) and len({*content.values()}) == len(content):
         content = {str(number): name for name, number in content.items()}
     if not all(key.isdecimal() and isinstance(name, str) for key, name in content.items()):
         return None
     numbers = sorted(map(int, content))
     if numbers[0] not in (0, 1) or numbers != [*range(numbers[0], numbers[0] + len(content))]:
         return None
-    return [content[key] for key in sorted(content, key=int)]
+    return [content[key] for key in sorted(content, key=int)], numbers[0]
 
 
 def text(value: Any) -> str:

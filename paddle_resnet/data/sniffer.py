@@ -40,6 +40,7 @@ _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels,
 _SEARCHED_FILES = 200_000  # maximum number of files among which an image of a table is searched
 _RECORD_FILES = 100  # maximum number of JSON or .mat files that are read; more are probably one for each image
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
+_LINE = 4096  # maximum length of a line of a list
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, SUFFIXES)) + ")"
 _NATIVE = r"(train|val(idation)?)"  # names of the record files that training reads
@@ -291,13 +292,15 @@ def is_table(
         return False
     names = header(path)
     known = {normalized(name) for name in names}
+    is_record_file = path.lower().endswith(record_tables.SUFFIXES)
     if image_column:
         has_images = image_column in names
-    elif path.lower().endswith(record_tables.SUFFIXES):  # records of other programs also have an id or a name
+    elif is_record_file:  # records with other content also have an id or a name
         has_images = bool(image_columns(path, is_image))
     else:
         has_images = not known.isdisjoint(IMAGE_COLUMNS) or bool(image_columns(path, is_image))
-    has_labels = label_column in names if label_column else len(names) == 2 or not known.isdisjoint(LABEL_COLUMNS)
+    has_two = len(names) == 2 and known.isdisjoint(SPLIT_COLUMNS) and not is_record_file
+    has_labels = label_column in names if label_column else has_two or not known.isdisjoint(LABEL_COLUMNS)
     return has_images and (has_labels or (label_column is None and is_one_hot(path)))
 
 
@@ -340,6 +343,9 @@ def is_list(path: str, is_image: Callable[[str], bool]) -> bool:
     """Return whether the first line of a text file consists of an image and a label or, in a list of MXNet (.lst), of
     a number, the label and the image. For is_image, see is_table."""
     line = next(iter(_head(path).split("\n")), "").strip()
+    words = re.findall("[a-z]+", os.path.basename(path).lower())
+    if not {*words}.isdisjoint(SPLIT_COLUMNS[:4]):  # a list of splits, such as train_test_split.txt
+        return False
     if path.lower().endswith(".lst"):
         return line.count("\t") > 1 and is_image(line.split("\t")[-1])
     parts = [line.rsplit(delimiter, 1) for delimiter in ("\t", ",", ";", " ")] + [line.split(maxsplit=1)]
@@ -349,9 +355,11 @@ def is_list(path: str, is_image: Callable[[str], bool]) -> bool:
 def is_path_list(path: str, is_image: Callable[[str], bool]) -> bool:
     """Return whether a text file with the name of a split is a list of images without labels, whose folders are their
     classes. For is_image, see is_table."""
-    line = next(iter(_head(path).split("\n")), "").strip()
-    folder = os.path.basename(os.path.dirname(line))
-    return bool(split_of(os.path.basename(path)) and folder) and folder.lower() not in SPLIT_OF and is_image(line)
+    if not split_of(os.path.basename(path)):
+        return False
+    lines = [line.strip() for line in (*_head(path).split("\n")[:-1], _last_line(path)) if line.strip()]
+    folders = {os.path.basename(os.path.dirname(line)) for line in lines}
+    return len(folders) > 1 and folders.isdisjoint(("", *SPLIT_OF)) and is_image(lines[0])
 
 
 def several_numbers(label: str) -> bool:
@@ -390,6 +398,16 @@ def _head(path):
                 name = encoding(f.read(2))
             with open(path, encoding=name, errors="replace") as f:
                 return f.read(_HEAD)
+    return ""
+
+
+def _last_line(path):
+    """Return the last line of a text file of a list, or "" if it is longer than a path or cannot be read."""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as f:
+                f.seek(max(0, os.path.getsize(path) - _LINE))
+                return f.read().decode(errors="replace").strip().rpartition("\n")[2]
     return ""
 
 

@@ -254,7 +254,7 @@ def _list(path, folder, split, images, options):
 
     if lines and not any(works(line, d) for _, line in lines[:20] for d in delimiters):
         paths = [line.strip() for _, line in lines]
-        folders = [os.path.basename(os.path.dirname(path)) for path in paths]
+        folders = _folder_labels(paths)
         if all(folders) and any(images.find(path, folder, split) for path in paths[:20]):
             places = (f"{path}: line {number}" for number, _ in lines)
             return [Row(*row, folder) for row in zip(paths, folders, itertools.repeat(split), places)]
@@ -270,6 +270,17 @@ def _list(path, folder, split, images, options):
             )
         rows.append(Row(*cells, split, f"{path}: line {number}", folder))
     return rows
+
+
+def _folder_labels(paths):
+    """Return the label of each path of a list: the name of its folder or, if folders at different places have the same
+    name, the folders below the ones that all share, without those of splits, joined by _."""
+    folders = [[part for part in path.split("/")[:-1] if part.lower() not in SPLIT_OF] for path in paths]
+    if len({parts[-1] for parts in folders if parts}) == len({*map(tuple, folders)}):
+        return [parts[-1] if parts else "" for parts in folders]
+    shared = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*folders, strict=False))
+    common = len([*shared])
+    return ["_".join(parts[common:]) for parts in folders]
 
 
 def _row_of_mxnet(line, split, place, folder):

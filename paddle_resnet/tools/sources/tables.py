@@ -5,17 +5,18 @@ that are numbers remain unchanged, unless a file with class names contains the n
 numbered in the order of this file or, without it, in sorted order.
 """
 
+import contextlib
 import functools
 import os
 import re
 from collections import defaultdict
 
-from paddle_resnet.data import sniffer
+from paddle_resnet.data import record_tables, sniffer
 from paddle_resnet.data.classes import label_names
 from paddle_resnet.data.image_search import ELSEWHERE, SUFFIXES, ImageSearch
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
-from paddle_resnet.tools.sources import image_files, official, table_files
+from paddle_resnet.tools.sources import image_files, official, table_files, table_sets
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, Row
 from paddle_resnet.utils import logger
@@ -45,7 +46,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     rows, names = (
         _rows_of_folder(root, images, options)
         if not is_file
-        else (table_files.read([source], root, images, options), None)
+        else (table_files.read(_with_other_splits(source, images, options), root, images, options), None)
     )
     if not rows:
         raise UsageError(f"{source}: contains no rows with images; choose a different table")
@@ -55,7 +56,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     if not rows:
         raise UsageError(f"{source}: none of the images is in {root}; use the folder that contains the images")
     tables = {row.place.rpartition(": ")[0] for row in rows}
-    names = names or label_names(root, tables)
+    names = names or _names_of(root, rows, tables)
     labels, names = _numbered(source, rows, names)
     splits = defaultdict(list)
     for row, label, path in zip(rows, labels, filter(None, paths), strict=True):
@@ -64,6 +65,28 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         raise UsageError(f"{source}: contains no training images; import the table of the training images")
     _check_validation(source, splits, names)
     return {split: splits[split] for split in ("train", "val") if split in splits}, names
+
+
+def _names_of(root, rows, tables):
+    """Return the result of classes.label_names for the first folder with a file of class names: the root or a folder of
+    the tables. JSON and .mat files count only if they contain the names of all labels."""
+    folders = [*dict.fromkeys([os.path.normpath(root), *map(os.path.dirname, sorted(tables))])]
+    for folder in folders:
+        if names := label_names(folder, tables):
+            return names
+    labels = {row.label for row in rows}
+    found = {}
+    for path in (path for folder in folders for path in _listed(folder)):
+        if path.lower().endswith(record_tables.SUFFIXES) and os.path.isfile(path):
+            with contextlib.suppress(UsageError, OSError):  # a file of a different program
+                names, first = record_tables.class_names(path) or ([], None)
+                numbers = {str(i) for i in range(first or 0, (first or 0) + len(names) + (first is None))}
+                if names and (labels <= numbers or labels <= {*names}):
+                    found[tuple(names), first] = path
+    if len(found) > 1:
+        shown = " and ".join(map(os.path.basename, found.values()))
+        raise UsageError(f"{root}: {shown} contain different class names; keep one of them")
+    return next(((path, [*names], first) for (names, first), path in found.items()), None)
 
 
 def _check_validation(source, splits, names):
@@ -107,10 +130,14 @@ def _found(root, rows, images, allow_partial):
                 "convert it, or remove the line"
             )
         if path in place_of:
-            raise UsageError(f"{row.place}: {row.image} is also in {place_of[path]}; remove one of the lines")
+            place, label = place_of[path]
+            remedy = "remove one of the lines"
+            if label != row.label:
+                remedy += ", or, if images have several classes, train with --multi-label (docs/multilabel.md)"
+            raise UsageError(f"{row.place}: {row.image} is also in {place}; {remedy}")
         if not place_of and ELSEWHERE.match(row.image) and not os.path.exists(row.image):
             logger.warn(f"{row.place}: {row.image} does not exist; {path} in {root}, the longest end of it, is used")
-        place_of[path] = row.place
+        place_of[path] = row.place, row.label
         paths.append(path)
     if missing:
         more = f", nor are the images of {counted(len(missing) - 1, 'more row')}" if len(missing) > 1 else ""
@@ -222,44 +249,56 @@ def _rows_of_folder(root, images, options):
 
 def _tables(root, images, options):
     """Return the paths of the tables in a folder: one table without a split, or one for each split; [] if there are
-    none. Raise UsageError if there are several tables for a split."""
+    none. Raise UsageError if several tables of a split contradict each other."""
     folders = [
         "",
         *(name for name in sorted(os.listdir(root)) if split_of(name) and os.path.isdir(os.path.join(root, name))),
     ]
     names = sorted(os.listdir(root))
+    alone = _without_images(root, folders)
     groups = (
         [os.path.join(root, f, name) for f in folders for name in ("metadata.csv", "metadata.jsonl")],
         [os.path.join(root, f, ROBOFLOW) for f in folders],
         *(
             [path for f in group for path in _listed(os.path.join(root, f)) if _has_columns(path, f, images, options)]
-            for group in ([""], folders[1:], _ANNOTATIONS, _without_images(root, folders))
+            for group in ([""], folders[1:], _ANNOTATIONS, alone)
         ),
         [os.path.join(root, name) for name in names if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)],
         [os.path.join(root, name) for name in names if name.endswith(".txt") and name[:-4].lower() in SPLIT_OF],
         [os.path.join(root, "meta", f"{name}.txt") for name in SPLIT_OF],
+        [path for path in _listed(root) if path.endswith(".lst") and sniffer.is_list(path, images.is_image)],
         *(
-            [path for path in _listed(root) if path.endswith(ending) and sniffer.is_list(path, images.is_image)]
-            for ending in (".lst", ".txt")
+            [path for f in group for path in _listed(os.path.join(root, f)) if is_list(path, images)]
+            for group in ([""], alone)
+            for is_list in (_is_path_list, _is_list)
         ),
     )
     for group in groups:
-        tables = [path for path in group if os.path.isfile(path)]
-        if not tables:
-            continue
-        of_split = defaultdict(list)
-        for path in tables:
-            of_split[split_of(os.path.relpath(path, root)) or "train"].append(path)
-        for _, paths in sorted(of_split.items(), key=lambda item: item[0] != "train"):
-            if len(paths) > 1:
-                shown = ", ".join(os.path.relpath(path, root) for path in paths[:5])
-                example = next((path for path in paths if split_of(os.path.basename(path))), paths[0])
-                raise UsageError(
-                    f"{root}: contains several tables ({shown}); import one of them, such as {example}, or move the "
-                    "others to a different folder"
-                )
-        return tables
+        if tables := [path for path in group if os.path.isfile(path)]:
+            return table_sets.chosen(root, tables, lambda paths: table_files.read(paths, root, images, options))
     return []
+
+
+def _with_other_splits(path, images, options):
+    """Return the path of a table, and those of the tables of the other splits next to it."""
+    others = table_sets.other_splits(path)
+    usable = [
+        other
+        for other in others
+        if _has_columns(other, "", images, options)
+        or any(is_list(other, images) for is_list in (_is_path_list, _is_list))
+    ]
+    if usable:
+        logger.info(f"{path}: {', '.join(map(os.path.basename, usable))} next to it contains the other splits")
+    return [path, *usable]
+
+
+def _is_list(path, images):
+    return path.endswith(".txt") and sniffer.is_list(path, images.is_image)
+
+
+def _is_path_list(path, images):
+    return path.endswith(".txt") and sniffer.is_path_list(path, images.is_image)
 
 
 def _without_images(root, excluded):
