@@ -37,7 +37,7 @@ NVIDIA = {
     "save-interval": 1,
     "eval-interval": 1,
     "print-interval": 10,
-    "report-file": None,  # the default depends on the kind of run; see tests/test_report.py
+    "report-file": None,  # the default depends on the kind of run; see tests/test_run_report.py
     "data-layout": "NCHW",
     "benchmark": False,
     "benchmark-steps": 100,
@@ -98,6 +98,7 @@ OTHERS = {
     **{"lr_decay_factor": 0.1, "lr_power": 2.0, "lr_rise": 0.25, "lr_flat": 0.75, "amp_dtype": "float16"},
     **{"keep_checkpoints": 3, "checkpoint_commit": "rename", "dali_prefetch": 3, "hw_decoder_load": 0.9},
     **{"amp_level": "O1", "program_representation": "legacy", "cuda_graph": True, "comm_timeout_s": 600},
+    **{"distill_weight": 0.9, "distill_temperature": 4.0},
 }
 IMAGES = of_kinds(*EVALUATED)[2:]
 

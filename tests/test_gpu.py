@@ -362,6 +362,19 @@ def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deter
     assert_captured_losses_are_equal(run_train, capsys, *flags)
 
 
+@pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O2"])
+def test_step_with_teacher_is_captured(run_train, deterministic, tmp_path, capsys, flags):
+    """With O2 in float16, the convolutions of the teacher are fused with BN and ReLU."""
+    assert run_train(*flags, "--output-dir", tmp_path / "teachers")[0] == 0
+    flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--sizes", "32:0,48:1"]
+    flags += ["--teacher", tmp_path / "teachers/Tiny/0"]
+    assert_captured_losses_are_equal(run_train, capsys, *flags)
+    flags[flags.index("native")] = "paddle"
+    expected = losses(run_train(*flags, "--overwrite")[1])
+    flags[flags.index("paddle")] = "native"
+    assert losses(run_train(*flags, "--overwrite")[1]) == pytest.approx(expected, rel=0.05)
+
+
 STAGES = ["--sizes", "32:0,48:1", "--accumulate-steps", "2", "--freeze", "stem", "--unfreeze-at", "1"]
 
 

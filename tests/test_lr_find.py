@@ -16,11 +16,12 @@ from paddle import static
 
 from conftest import NHWC, TINY, losses, read_report, strict_json
 from paddle_resnet import lr_find, program
+from paddle_resnet import report as report_command
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules
-from paddle_resnet.results import comparison, lr_curve, page
+from paddle_resnet.results import lr_curve, page
 from paddle_resnet.settings import durations
 from paddle_resnet.tools import drawing
 from paddle_resnet.utils import locks
@@ -551,13 +552,13 @@ def test_page_shows_curve_of_run_folder(run_train, tmp_path, capsys):
     shown = {}
     for folder in (tmp_path, tmp_path / "output/Tiny"):
         curve_file(folder / lr_curve.DATA)
-        assert comparison.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "page.html")]) == 0
+        assert report_command.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "page.html")]) == 0
         text = (tmp_path / "page.html").read_text()
         chart = text.partition("<h3>learning-rate finder</h3>")[2].partition("</svg>")[0]
         assert ">--lr</text>" in chart and re.search(r">--lr 0\.0\d+</text>", chart)
         assert [f">{rate}</text>" in chart for rate in ("1e-06", "0.01", "1")] == [True] * 3
         shown[folder] = chart
-        assert comparison.main([str(tmp_path / "report.json"), "--html", str(folder / lr_curve.DATA)]) == 2
+        assert report_command.main([str(tmp_path / "report.json"), "--html", str(folder / lr_curve.DATA)]) == 2
         (folder / lr_curve.DATA).unlink()
     assert len(set(shown.values())) == 1
     assert "which this command reads" in capsys.readouterr().err

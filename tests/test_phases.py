@@ -47,10 +47,12 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
         phases.resolution, "resolve_layout", "resolve_loader", "resolve_kernels", "resolve_classes", "resolve_report"
     )
     record(phases.budget, "is_needed")
+    record(phases.teachers, "check_resumed")
+    monkeypatch.setattr(phases.teachers, "find", lambda flags: flags["teacher"])
     record(phases.progress, "phase")
     record(phases.saver, "check_folder")
     record(phases.logger, "warn", "setup")
-    record(phases.report, "outputs", "announced", "check_replaced")
+    record(phases.run_report, "outputs", "announced", "check_replaced")
     monkeypatch.setattr(phases.validation, "warnings", lambda args: ["unusual"])
     monkeypatch.setattr(phases.layout, "occupied", lambda root: [f"{root}/x"])
     monkeypatch.setattr(phases.outputs, "claim", lambda *args, **options: record.calls.append(("claim", args, options)))
@@ -71,9 +73,11 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
         ("resolve_classes", args, mode),
     ]
     expected += [
-        ("resolve_report", args, folder, phases.report.default_name(args.run_scope, args.benchmark)),
+        ("resolve_report", args, folder, phases.run_report.default_name(args.run_scope, args.benchmark)),
         ("is_needed", args, "checkpoint"),
     ]
+    if mode is Mode.TRAIN:
+        expected += [("check_resumed", "checkpoint", None)]
     if is_saving:
         expected += [("check_folder", folder, "checkpoint", args.start_paths(), True, False)]
     assert record.calls == expected
@@ -93,7 +97,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     assert folders == {"--output-dir": folder if is_saving else None, "--tensorboard-dir": "t"}
     assert options.pop("inputs") == [*phases.input_files(args), ("the lr_find curve", folder / "lr_find.json")]
     assert options == {"protected": [("the data set's", "i/x")], "run_folder": folder, "announced": "a"}
-    assert others == [("setup", "r"), ("check_replaced", args.part(phases.report.Options), "checkpoint", folder)]
+    assert others == [("setup", "r"), ("check_replaced", args.part(phases.run_report.Options), "checkpoint", folder)]
 
 
 def test_only_training_that_reached_its_end_is_done():
@@ -152,7 +156,8 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, sha
     monkeypatch.setattr(phases.schedules, "build_lr_scheduler", lambda options, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
-    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, part=vars)
+    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, teacher=None)
+    args.part = vars
     exe = SimpleNamespace(run=batches.append)
 
     training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
@@ -237,6 +242,7 @@ def settings(**flags):
 
 
 ARGS = SimpleNamespace(
+    teacher=None,
     device="cpu",
     data_layout="NCHW",
     kernels="paddle",
@@ -375,7 +381,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases, "fused_operators")
     record(phases.budget, "is_needed", "choose")
     record(phases, "_warn_of_bn_momentum", "describe", "stages_from")
-    record(phases.report, "start_line")
+    record(phases.run_report, "start_line")
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}

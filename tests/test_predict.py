@@ -377,7 +377,7 @@ def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):
         return iter(())
 
     def open_model(path, device, *arguments):
-        assert (path, device, arguments) == ("m", "gpu", opened)
+        assert (path, device, arguments) == ("m", "gpu", (*opened, False))
         return model
 
     monkeypatch.setattr(image_files, "predict_batches", predictions)
@@ -387,7 +387,16 @@ def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):
 
 
 def test_defaults_of_flags():
-    flags = "model_arch_name", "csv", "heat_map", "batch_size", "dali_num_threads", "precision", "benchmark_batches"
+    flags = (
+        "model_arch_name",
+        "csv",
+        "heat_map",
+        "features",
+        "batch_size",
+        "dali_num_threads",
+        "precision",
+        "benchmark_batches",
+    )
     flags += "serve", "serve_host", "serve_max_mb", "serve_max_images"
     switches = {"json": False, "benchmark": False, "device": "auto", "tta": "none"}
     assert vars(arguments("m")) == {"model": "m", "images": []} | switches | dict.fromkeys(flags)
@@ -661,7 +670,7 @@ def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
 ):
     def interrupted(model, paths, *args):
         assert args == (2, "cpu", 3)
-        yield [(paths[0], None)], np.ones((1, 3))
+        yield [(paths[0], None)], [np.ones((1, 3))]
         raise KeyboardInterrupt
 
     table = tmp_path / "table.csv"

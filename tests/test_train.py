@@ -15,7 +15,7 @@ import yaml
 
 from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, losses, phase
 from helpers import NVIDIA_SCRIPTS
-from paddle_resnet import config, export, models, phases, program, report, startup, train
+from paddle_resnet import config, export, models, phases, program, run_report, startup, train
 from paddle_resnet.checkpoints import saver
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
@@ -55,7 +55,7 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     record(startup, "check_environment")
     record(startup.layout, "check_root")
     record(startup.progress, "phase")
-    record(train.report, "all_done")
+    record(train.run_report, "all_done")
     record(compat, "check_version")
     record(fleet, "connect")
     record(phases, *PHASES)
@@ -81,7 +81,11 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
         and calls.get("check_root", ["photos"]) == ["photos"]
     )
     if is_done:
-        assert calls["all_done"] == [args.part(report.Options), args.as_entry(), flags, "checkpoint"]
+        assert calls["all_done"] == [
+            args.part(run_report.Options),
+            run_report.first_entry(args.as_entry(), flags),
+            "checkpoint",
+        ]
         return
     assert calls["build_programs"][2:] == ["train loader", "eval loader", "checkpoint"]
     assert calls["set_weights"] == [args, "checkpoint", training, evaluation]
@@ -133,8 +137,8 @@ def run_epochs(record, monkeypatch):
     monkeypatch.setattr(train, "_train", result("trained", 2))
     monkeypatch.setattr(train, "_evaluate", result("evaluated", 3))
     record(all_reduces, "average_bn")
-    record(train.report, "resumes", "advise_on_loader", "summarize")
-    record.results |= {"resumes": "resumes", "advise_on_loader": True}
+    record(train.run_report, "first_entry", "resumes", "advise_on_loader", "summarize")
+    record.results |= {"first_entry": "first entry", "resumes": "resumes", "advise_on_loader": True}
 
     def run_epochs(trained=None, evaluation="evaluation", last=None, failing=(None, None)):
         calls.clear()
@@ -146,8 +150,9 @@ def run_epochs(record, monkeypatch):
         checkpoint = SimpleNamespace(trained=trained)
         with pytest.raises(MemoryError) if failing[0] else contextlib.nullcontext():
             train._run_epochs(args, "argv", "exe", checkpoint, training, evaluation)
-        assert calls[:2] == [("resumes", options, checkpoint), ("begin", "entry", "resumes")]
-        return calls[2][1], calls[3:]
+        assert calls[0] == ("first_entry", "entry", "argv")
+        assert calls[1:3] == [("resumes", options, checkpoint), ("begin", "first entry", "resumes")]
+        return calls[3][1], calls[4:]
 
     return run_epochs
 
@@ -209,7 +214,7 @@ def test_metrics_of_an_epoch_are_logged_except_in_benchmarks(record, monkeypatch
     """Weights for the evaluation are computed before the evaluation."""
     record(loop, "run_and_save")
     record(program, "run", "log_info")
-    record(train.report, "write_classes")
+    record(train.run_report, "write_classes")
     record.results |= {"run_and_save": {"loss": 1}, "run": {"loss": 2}, "write_classes": "without arrays"}
     args = SimpleNamespace(benchmark=False, part=lambda cls: cls)
     refresh = lambda: record.calls.append(("refresh",))  # noqa: E731

@@ -16,16 +16,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paddle_resnet.utils import logger
+
 if TYPE_CHECKING:
     from paddle import nn
 
 # {last component of a tensor name in other projects: last component in this project}. The first line contains all names
-# in PyTorch. Paddle uses "weight" and "bias", too, and the names in the second line.
+# in PyTorch. Paddle uses "weight" and "bias", too, and "_mean" and "_variance". "scale" is a parameter of learnable
+# affine layers in timm and PaddleClas.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
-    **{"_mean": "_mean", "_variance": "_variance"},
+    **{"_mean": "_mean", "_variance": "_variance", "scale": "scale"},
 }
-_FIELDS_OF_TORCH = {"weight": "weight", "bias": "bias", "_mean": "running_mean", "_variance": "running_var"}
+_FIELDS_OF_TORCH = {
+    **{"weight": "weight", "bias": "bias", "_mean": "running_mean", "_variance": "running_var", "scale": "scale"},
+}
 _BN = ("weight", "bias", "_mean", "_variance")
 _COUNTER = "num_batches_tracked"  # counter of PyTorch's BN layers, which this project ignores
 _AVERAGED = "n_averaged"  # counter of PyTorch's AveragedModel
@@ -57,6 +62,11 @@ class Layout:
         gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, or None if the function is the
             same as in this project.
         folded: layers that have a bias in this project, but are followed by a BN layer in the other projects.
+        zeros: parameters of this project that the other projects lack, which corresponds to zeros.
+        dropout: rate of the dropout before the classifier if the other projects multiply its input by 1 - rate in
+            evaluation instead of dividing by 1 - rate in training, otherwise 0.
+        padded: learnable affine layer whose output the other projects pad with zeros before max pooling, while this
+            project ignores pixels beyond the edge, or None.
         convolutions: fully connected layers of this project that are 1x1 convolutions in the other projects.
         stages: number of blocks in each stage of the other projects, if they number the stages from 0, or () if the
             stages are those of this project, numbered from 1.
@@ -67,6 +77,9 @@ class Layout:
     epsilon: float = 1e-5
     gate: tuple | None = None
     folded: tuple = ()
+    zeros: tuple = ()
+    dropout: float = 0.0
+    padded: str | None = None
     convolutions: tuple = ()
     stages: tuple = ()
 
@@ -210,6 +223,45 @@ _GHOSTNET_OF_PADDLECLAS = (
     *_conv_bn("conv_last", "expand", r"\._conv", r"\._batch_norm"),
     *((r"fc_0\._conv", "head"), (r"fc_0\._batch_norm", "head.bn"), ("fc_1", "classifier")),
 )
+_PPLCNET_OF_TIMM = (
+    *(("conv_stem", "stem.conv"), ("bn1", "stem.bn"), ("conv_head", "head"), ("classifier", "classifier")),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)", "*.depthwise", r"\.conv_dw", r"\.bn1"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)", "*.project", r"\.conv_pw", r"\.bn2"),
+    *_SE_OF_TIMM,
+)
+_PPLCNET_OF_PADDLECLAS = (
+    *_conv_bn("conv1", "stem", r"\.conv", r"\.bn"),
+    *_conv_bn(r"blocks(\d+)\.(\d+)\.dw_conv", "*.depthwise", r"\.conv", r"\.bn"),
+    *_conv_bn(r"blocks(\d+)\.(\d+)\.pw_conv", "*.project", r"\.conv", r"\.bn"),
+    *((r"blocks(\d+)\.(\d+)\.se\.conv1", "*.se.reduce"), (r"blocks(\d+)\.(\d+)\.se\.conv2", "*.se.expand")),
+    *(("last_conv", "head"), ("fc", "classifier")),
+)
+_UNIT = ("conv", "bn", "lab")
+
+
+def _pphgnet_v2(aggregations, head):
+    """Return the rules for PP-HGNetV2-B0. Each rule contains the numbers of one block, because
+    the names of downsampling layers contain only the number of the stage.
+
+    Args:
+        aggregations: names of the two layers after the chain in a block.
+        head: names of the last convolution, of its learnable affine layer and of the classifier.
+    """
+    stem = {"stem1": "first", "stem2a": "narrow", "stem2b": "widen", "stem3": "merge", "stem4": "last"}
+    layers = {f"stem.{name}": f"stem.{target}" for name, target in stem.items()}
+    for n, (stage, i) in enumerate(((0, 0), (1, 0), (2, 0), (2, 1), (3, 0))):
+        block, target = f"stages.{stage}.blocks.{i}", f"blocks.{n}"
+        layers |= {f"stages.{stage}.downsample": f"{target}.downsample"} if stage and not i else {}
+        for k in range(3):
+            layers |= {f"{block}.layers.{k}": f"{target}.layers.{k}"}
+            layers |= {f"{block}.layers.{k}.conv1": f"{target}.layers.{k}.pointwise"}
+            layers |= {f"{block}.layers.{k}.conv2": f"{target}.layers.{k}.depthwise"}
+        layers |= {f"{block}.{a}": f"{target}.{b}" for a, b in zip(aggregations, ("squeeze", "excite"), strict=True)}
+    names = {f"{name}.{part}": f"{target}.{part}" for name, target in layers.items() for part in _UNIT}
+    names |= dict(zip(head, ("head", "lab", "classifier"), strict=True))
+    return tuple((re.escape(name), target) for name, target in names.items())
+
+
 _HEAD = ("head",)
 _LITE_OF_TIMM = "timm's tf_efficientnet_lite"  # see look_alikes.py
 # The keys are the names of the modules in models/ that define the networks.
@@ -239,6 +291,21 @@ LAYOUTS = {
     "ghostnet": (
         Layout("timm", _GHOSTNET_OF_TIMM, stages=(1, 1, 1, 1, 1, 1, 5, 1, 4)),
         Layout("PaddleClas", _GHOSTNET_OF_PADDLECLAS, gate=(1, 0), folded=_HEAD),
+    ),
+    "pplcnet": (
+        Layout("timm", _PPLCNET_OF_TIMM, stages=(1, 2, 2, 2, 4, 2)),
+        Layout("PaddleClas", _PPLCNET_OF_PADDLECLAS, zeros=("head.bias",), dropout=0.2),
+    ),
+    "pphgnet_v2": (
+        Layout(
+            "timm",
+            _pphgnet_v2(("aggregation.0", "aggregation.1"), ("head.last_conv.0", "head.last_conv.2", "head.fc")),
+            padded="stem.first.lab",
+        ),
+        Layout(
+            "PaddleClas",
+            _pphgnet_v2(("aggregation_squeeze_conv", "aggregation_excitation_conv"), ("last_conv", "lab", "fc")),
+        ),
     ),
 }
 
@@ -356,6 +423,10 @@ def convert(
             raise MismatchError(problem, remedy="use a different file")
     for layer in layout.folded:
         _fold(arrays, layer, layout.epsilon)
+    arrays |= {name: np.zeros(own[name].shape, np.float32) for name in layout.zeros}
+    _warn_of_padding(layout, arrays)
+    if layout.dropout and f"{_CLASSIFIER}.weight" in arrays:
+        arrays[f"{_CLASSIFIER}.weight"] = arrays[f"{_CLASSIFIER}.weight"] * np.float32(1 - layout.dropout)
     _adapt_epsilon(arrays, lambda name: layout.epsilon, lambda name: own[name].epsilon)
     for name, array in arrays.items():
         if not np.isfinite(array).all():
@@ -375,6 +446,7 @@ def to_timm(family: str, arrays: dict[str, np.ndarray], own: dict[str, Parameter
     layouts = (layout for layout in LAYOUTS[family] if "timm" in layout.projects)
     layout, names = next((layout, names) for layout in layouts if all((names := _timm_names(layout, own)).values()))
     arrays = dict(arrays)
+    _warn_of_padding(layout, arrays)
     _adapt_epsilon(arrays, lambda name: own[name].epsilon, lambda name: layout.epsilon)
     found = {}
     for name, array in arrays.items():
@@ -394,9 +466,12 @@ def _timm_names(layout, own):
     for name in own:
         layer, _, field = name.rpartition(".")
         match = _BLOCK.match(layer)
-        path, block = (f"*{layer[match.end() :]}", by_block.get(match[0], ())) if match else (layer, ())
-        # In ResNet-D, pooling precedes the shortcut convolution (see convert).
-        found = _inverse(layout, path, block) or _inverse(layout, path.replace(".shortcut.1.", ".shortcut."), block)
+        targets = [(layer, ())]  # a rule may contain the name of a block instead of *
+        if match:
+            path, block = f"*{layer[match.end() :]}", by_block.get(match[0], ())
+            # In ResNet-D, pooling precedes the shortcut convolution (see convert).
+            targets += [(path, block), (path.replace(".shortcut.1.", ".shortcut."), block)]
+        found = next(filter(None, (_inverse(layout, *target) for target in targets)), None)
         names[name] = found and f"{found}.{_FIELDS_OF_TORCH[field]}"
     return names
 
@@ -424,7 +499,7 @@ def is_of_classifier(name: str) -> bool:
 
 def _shapes(layout, own):
     """Return {name in this project: shape} for the tensors of a layout."""
-    shapes = {name: parameter.shape for name, parameter in own.items()}
+    shapes = {name: parameter.shape for name, parameter in own.items() if name not in layout.zeros}
     for layer in layout.folded:
         shapes |= dict.fromkeys((f"{layer}.bn.{field}" for field in _BN), shapes.pop(f"{layer}.bias"))
     return shapes
@@ -514,6 +589,15 @@ def _fold(arrays, layer, epsilon):
     factor = scale / np.sqrt(variance + epsilon)
     arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor[:, None, None, None]).astype(np.float32)
     arrays[f"{layer}.bias"] = (shift - mean * factor).astype(np.float32)
+
+
+def _warn_of_padding(layout, arrays):
+    """Warn if the input of the pooling layer can be negative, because its output then depends on the padding."""
+    if layout.padded and min(arrays[f"{layout.padded}.{field}"][0] for field in ("scale", "bias")) < 0:
+        logger.warn(
+            f"{layout.padded}: returns negative values, so the logits here and in {layout.projects}, which pads them "
+            "with zeros at the bottom and right edge before max pooling, differ slightly; compare the accuracies"
+        )
 
 
 def _adapt_epsilon(arrays, before, after):

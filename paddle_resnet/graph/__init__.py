@@ -181,6 +181,56 @@ def rename(block: Block, name: str, new_name: str) -> static.Variable:
     return block._rename_var(name, new_name)
 
 
+def embed(
+    program: static.Program, block: Block, replaced: dict[str, static.Variable], prefix: str
+) -> dict[str, static.Variable]:
+    """Append copies of all operators of a program to a block, with copies of its variables without gradients. The
+    copies of persistable variables, such as parameters, are persistable, but not parameters, and the startup program
+    does not initialize them.
+
+    Args:
+        program: program with an inference network; not modified.
+        block: block of a legacy program.
+        replaced: {name of a variable of `program`: variable of the block to use in its place}.
+        prefix: start of the names of the copies.
+    Returns:
+        {name of a variable of `program`: variable of the block}.
+    """
+    variables = {}
+    for name, v in program.global_block().vars.items():
+        options = {"shape": v.shape, "dtype": v.dtype, "type": v.type, "persistable": v.persistable}
+        variables[name] = replaced.get(name) or block.create_var(name=prefix + name, stop_gradient=True, **options)
+    for op in program.global_block().ops:
+        copy = block.desc.append_op()
+        copy.copy_from(op.desc)  # with its name scopes, on which the precision of the operator depends
+        for name in {*op.input_arg_names}:
+            copy._rename_input(name, variables[name].name)
+        for name in {*op.output_arg_names}:
+            copy._rename_output(name, variables[name].name)
+    sync(block)
+    return variables
+
+
+def absorb_casts(block: Block, prefix: str) -> None:
+    """Remove the operators that cast persistable variables whose names begin with `prefix`, and give the variables the
+    type of the cast instead. Variables with other readers are not changed."""
+    readers: dict[str, list[Operator]] = {}
+    for op in block.ops:
+        for name in {*op.input_arg_names}:
+            readers.setdefault(name, []).append(op)
+    removed = []
+    for name, [op, *others] in readers.items():
+        if not name.startswith(prefix) or not block.var(name).persistable or op.type != "cast" or others:
+            continue
+        [cast] = op.output("Out")
+        for reader in readers.get(cast, []):
+            rename_input(reader, cast, name)
+        block.var(name).desc.set_dtype(block.var(cast).dtype)
+        removed.append(op)
+    remove(block, removed)
+    sync(block)
+
+
 def serialize(program: static.Program) -> bytes:
     """Return a program in Paddle's format for inference models."""
     return program.desc.serialize_to_string()

@@ -87,6 +87,13 @@ MODELS = {
     "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244", timm="mobilenetv3_large_100"),
     "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244", timm="mobilenetv3_small_100"),
     "GhostNet": Network("ghostnet", "GhostNet", "1911.11907", timm="ghostnet_100"),
+    "PPLCNet_x1_0": Network("pplcnet", "PPLCNet", "2109.15099", timm="lcnet_100"),
+    "PPHGNetV2_B0": Network(
+        *("pphgnet_v2", "PPHGNetV2", "2103.05959"),
+        resize_ratio=232 / 224,
+        preprocessing={"interp": "cubic"},
+        timm="hgnetv2_b0",
+    ),
     "EfficientNet_Lite0": _lite(0, 224, 256, {"width": 1.0, "depth": 1.0}),
     "EfficientNet_Lite1": _lite(1, 240, 272, {"width": 1.0, "depth": 1.1}),
     "EfficientNet_Lite2": _lite(2, 260, 292, {"width": 1.1, "depth": 1.2}),

@@ -61,7 +61,7 @@ def text(description: dict[str, Any], meta: dict[str, Any], timm: str | None = N
     license, arch, classes = meta.get("license"), printable(description["arch"]), description["output"]["shape"][1]
     header = ["pipeline_tag: image-classification", "tags:", "- image-classification", "- paddlepaddle"]
     header += [f"license: {license.lower()}"] if license else []
-    header += ["library_name: timm"] if timm else []
+    header += ["library_name: timm"] if timm and "model.safetensors" in description["files"] else []
     sections = {
         "Data": _data(description, meta),
         "Metrics": _metrics(description, meta),
@@ -71,7 +71,8 @@ def text(description: dict[str, Any], meta: dict[str, Any], timm: str | None = N
     }
     kind = "The classes of an image are independent (multi-label)." if "multi_label" in description else ""
     lines = ["---", *header, "---", f"# {arch}, {classes} classes"]
-    lines.append(f"An image classifier, trained with paddle_resnet and PaddlePaddle. {kind}".rstrip())
+    origin = "converted to PaddlePaddle by" if meta.get("source") else "trained with PaddlePaddle and"
+    lines.append(f"An image classifier, {origin} paddle_resnet. {kind}".rstrip())
     return "\n".join(lines) + "\n" + "".join(f"\n## {title}\n{body}\n" for title, body in sections.items())
 
 

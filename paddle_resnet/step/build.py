@@ -16,6 +16,7 @@ from paddle_resnet.components import (
     INPUTS,
     UPDATE,
     accumulation,
+    distillation,
     optimizer,
     precision,
     quantization,
@@ -78,6 +79,7 @@ def build_program(
     mode: Mode,
     lr_scheduler: schedules.Schedule | None,
     class_images: Sequence[int] | np.ndarray | None,
+    teacher: distillation.Teacher | None,
 ) -> tuple:
     """Build a program. See program.build; for `part`, see StepBuilder."""
     watchdog.phase("program construction")
@@ -105,6 +107,7 @@ def build_program(
             # layers reject bfloat16.
             step.images = step.images.astype("float32")
         if is_train:
+            step.teacher = teacher
             for component in INPUTS:
                 if hasattr(component, "add"):
                     component.add(step)
@@ -152,6 +155,7 @@ def _minimize(step):
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
     graph.create_state(own_optimizer, step.main, step.frozen)
+    distillation.convert(step)
     sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)

@@ -51,6 +51,7 @@ class StepBuilder:
         targets: the inputs "data" and "label" of the program, and the entries that components add for the loss head of
             the task.
         class_images: number of training images of each class, or None if unknown.
+        teacher: distillation.Teacher, or None without --teacher.
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
         values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, set by
@@ -72,6 +73,7 @@ class StepBuilder:
         self.images: Any = None
         self.targets: dict[str, Any] = {}
         self.class_images: Sequence[int] | np.ndarray | None = None
+        self.teacher: Any = None
         self.model: Any = None
         self.logits: Any = None
         self.loss: Any = None

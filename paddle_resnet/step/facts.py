@@ -64,6 +64,7 @@ class Facts:
         states: the State of each component that has one.
         inputs: {variable: function that returns its value for the next step}, the host scalars (scalars.py).
         bn_average: program that averages the BN statistics over the processes (passes/all_reduces.py), once built.
+        teacher: distillation.Teacher, or None without --teacher.
     """
 
     backend: str = "paddle"
@@ -71,6 +72,7 @@ class Facts:
     states: list[State] = field(default_factory=list)
     inputs: dict[str, Callable] = field(default_factory=dict)
     bn_average: static.Program | None = None
+    teacher: Any = None
 
 
 _facts: weakref.WeakKeyDictionary[static.Program, Facts] = weakref.WeakKeyDictionary()

@@ -118,7 +118,7 @@ def converted(case):
     """Generate weights for the recorded network of a project, and convert them to parameters of this project."""
     arch, project = case.split(", ")
     shapes, _ = other_projects.recorded()[case]
-    params, projects = foreign_names.convert(MODELS[arch].module, other_projects.weights(shapes), own(arch))
+    params, projects = foreign_names.convert(MODELS[arch].module, other_projects.weights(shapes, arch), own(arch))
     assert project in projects
     return params
 
@@ -139,15 +139,17 @@ IN_TIMM = [arch for arch, network in MODELS.items() if getattr(network, "timm", 
 EACH_IN_TIMM = [pytest.param(arch, marks=[pytest.mark.soak] if arch in COVERED else []) for arch in IN_TIMM]
 
 
-def random_parameters(parameters):
-    """Return {name in this project: random array}, with positive BN scales and variances."""
-    return other_projects.weights({name: parameter.shape for name, parameter in parameters.items()})
+def random_parameters(arch, parameters):
+    """Return {name in this project: random array}, with positive BN scales and variances, and with positive outputs of
+    the layer that timm and this project pad differently."""
+    arrays = other_projects.weights({name: parameter.shape for name, parameter in parameters.items()}, arch)
+    return {name: np.abs(array) if name == "stem.first.lab.bias" else array for name, array in arrays.items()}
 
 
 @pytest.mark.parametrize("arch", EACH_IN_TIMM)
 def test_conversion_to_timm_is_the_inverse_of_the_conversion(arch):
     parameters, family = own(arch), MODELS[arch].module
-    arrays = random_parameters(parameters)
+    arrays = random_parameters(arch, parameters)
     tensors = foreign_names.to_timm(family, arrays, parameters)
     found, projects = foreign_names.convert(family, tensors, parameters)
     assert "timm" in projects
@@ -168,7 +170,7 @@ def test_timm_computes_the_same_logits_from_an_exported_file(arch, tmp_path):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     parameters = own(arch)
-    arrays = random_parameters(parameters)
+    arrays = random_parameters(arch, parameters)
     with open(tmp_path / "model.safetensors", "wb") as file:
         tensors = foreign_names.to_timm(MODELS[arch].module, arrays, parameters)
         foreign_files.write_safetensors(file, tensors, {"format": "pt"})
@@ -182,6 +184,22 @@ def test_timm_computes_the_same_logits_from_an_exported_file(arch, tmp_path):
     assert scale > 0.1
     np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=1e-4)
     print(f"{arch}: largest difference of the logits {np.abs(found - expected).max() / scale:.1e} of the largest logit")
+
+
+@pytest.mark.parametrize("field", ["scale", "bias"])
+def test_negative_values_before_the_pooling_of_timm_cause_a_warning(capsys, field):
+    parameters = own("PPHGNetV2_B0")
+    arrays = random_parameters("PPHGNetV2_B0", parameters)
+    tensors = foreign_names.to_timm("pphgnet_v2", arrays, parameters)
+    foreign_names.convert("pphgnet_v2", tensors, parameters)
+    assert capsys.readouterr().err == ""
+    tensors[f"stem.stem1.lab.{field}"] *= -1
+    foreign_names.convert("pphgnet_v2", tensors, parameters)
+    foreign_names.to_timm("pphgnet_v2", arrays | {f"stem.first.lab.{field}": np.float32([-1])}, parameters)
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2
+    for warning in warnings:
+        assert "stem.first.lab: returns negative values, so the logits here and in timm, which pads" in warning
 
 
 @pytest.mark.parametrize("case", ["XResNet50, fastai", "MobileNetV3_Small, timm", "GhostNet, PaddleClas"])

@@ -41,7 +41,7 @@ PAIRS = [
     Pair("format", ("synthetic",), "page", ("on",), ("--report-html", "--data-format synthetic")),
     Pair("shape", ("not square",), "sizes", _all_but("sizes", "one"), ("--sizes", "--image-shape")),
     # paddle_resnet/components/dropout.py
-    Pair("network", ("own file",), "drop path", ("on",), ("--drop-path", "--model-arch-name")),
+    Pair("network", ("PPLCNet_x1_0", "own file"), "drop path", ("on",), ("--drop-path", "--model-arch-name")),
     # paddle_resnet/data/loader.py
     Pair("format", RECORDS, "balanced sampling", ("on",), ("--balanced-sampling", "data format is")),
     Pair("format", RECORDS, "class weights", ("balanced",), ("--class-weights", "data format is")),
@@ -144,6 +144,9 @@ FLAGS = [
     Flags("--asp", ("--asp", "--prune-model")),
     Flags("--prune-model", ("--prune-model", "--asp")),
     Flags("--mask-algo mask_2d_best", ("--mask-algo", "--prune-model")),
+    # Distillation
+    Flags("--distill-weight 0.5", ("--distill-weight 0.5", "--teacher")),
+    Flags("--distill-temperature 2", ("--distill-temperature 2", "--teacher")),
     # Precision and device
     *(
         Flags(flags, (flags.split()[0], "--amp"))
@@ -166,6 +169,7 @@ FLAGS = [
             ("--asp --prune-model", "--asp"),
             ("--qat", "--qat"),
             ("--data-layout NHWC --kernels native", "--kernels native"),
+            ("--teacher x", "--teacher x"),
         )
     ),
 ]

@@ -24,6 +24,9 @@ from paddle_resnet.models import MODELS, Network, __main__, layers
         # This number was recorded after the logits had been compared with those of timm. arXiv:1911.11907 states 141
         # million.
         ("GhostNet", 5_182_508, 141_150_512),
+        # Like GhostNet.
+        ("PPLCNet_x1_0", 2_953_800, 155_700_480),
+        ("PPHGNetV2_B0", 5_996_550, 321_326_464),
     ],
 )
 def test_parameters_and_multiply_adds(arch, parameters, multiply_adds):

@@ -161,8 +161,8 @@ def decays(parse, layout, *flags):
     "name", [pytest.param(name, marks=[] if name in few_blocks.QUICK else pytest.mark.soak) for name in models.MODELS]
 )
 def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, register, name):
-    """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factor of
-    self-attention. AdamW additionally excludes biases."""
+    """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factors of
+    self-attention and of learnable affine layers. AdamW additionally excludes biases."""
     register(name, few_blocks.with_few_blocks(models.MODELS[name]))
     for optimizer in ("Momentum", "AdamW"):
         first, second = (
@@ -170,8 +170,11 @@ def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse
         )
         assert first == second
         for parameter, decay in first.items():
-            is_factor = parameter.startswith(("batch_norm", "self_attention_0.w_1"))
-            is_bias = parameter.startswith(("conv2d", "linear")) and parameter.split(".")[1].startswith("b_")
+            layer, field = parameter.split(".")
+            is_affine = layer.startswith("learnable_affine")
+            is_factor = layer.startswith("batch_norm") or parameter == "self_attention_0.w_1"
+            is_factor = is_factor or (is_affine and field == "w_0")
+            is_bias = field == "w_1" if is_affine else layer.startswith(("conv2d", "linear")) and field.startswith("b_")
             assert decay == pytest.approx(0.1 * (not is_factor and not (is_bias and optimizer == "AdamW"))), parameter
 
 

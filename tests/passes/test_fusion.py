@@ -20,6 +20,8 @@ from paddle_resnet.job import processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.ghostnet import GhostNet
 from paddle_resnet.models.mobilenet_v3 import MobileNetV3
+from paddle_resnet.models.pphgnet_v2 import PPHGNetV2
+from paddle_resnet.models.pplcnet import PPLCNet
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
@@ -78,8 +80,17 @@ def test_fused_training_has_same_results(parse, register, block):
         np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("network", ["Tiny", "TinyMobile"])
-def test_custom_operators_compute_all_convolutions_on_a_cpu(parse, network):
+MOBILE = {
+    "MobileNetV3": partial(MobileNetV3, ((3, 16, 16, True, F.relu, 1), (3, 32, 24, True, F.hardswish, 2)), 32),
+    "PPHGNetV2": partial(PPHGNetV2, stages=((8, 64, 2, True, True, 5),)),
+    "PPLCNet": partial(PPLCNet, blocks=((3, 32, False, 1), (5, 64, True, 2))),
+    "GhostNet": partial(GhostNet, blocks=((3, 16, 16, False, 1), (3, 48, 24, True, 2))),
+}
+
+
+@pytest.mark.parametrize("network", ["Tiny", "TinyMobile", "PPHGNetV2", "PPLCNet"])
+def test_custom_operators_compute_all_convolutions_on_a_cpu(parse, register, network):
+    register(network, models.MODELS.get(network) or MOBILE[network])
     args = parse(*NHWC, "--kernels", "native", "--model-arch-name", network)
     if not native.has_onednn():
         pytest.skip("this build of Paddle contains no oneDNN 3")
@@ -108,12 +119,6 @@ def assert_same_training(monkeypatch, args, unfused):
 
 def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
     assert_same_training(monkeypatch, parse(*NHWC, "--model-arch-name", "TinyMobile"), unfused=())
-
-
-MOBILE = {
-    "MobileNetV3": partial(MobileNetV3, ((3, 16, 16, True, F.relu, 1), (3, 32, 24, True, F.hardswish, 2)), 32),
-    "GhostNet": partial(GhostNet, blocks=((3, 16, 16, False, 1), (3, 48, 24, True, 2))),
-}
 
 
 @pytest.mark.parametrize("network", MOBILE)
@@ -204,6 +209,7 @@ def test_fused_evaluation_has_same_results(register, request, parse, network, ha
         register(network, MOBILE[network])
     args = parse(*NHWC, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
+    paddle.seed(1)
     fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)

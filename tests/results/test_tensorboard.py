@@ -199,7 +199,7 @@ def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, cap
 
 
 def test_tensorboardx_is_not_imported_without_flag():
-    program = "import gc, os, sys; gc.disable(); import train; from paddle_resnet import phases, program, report; "
+    program = "import gc, os, sys; gc.disable(); import train; from paddle_resnet import phases, program, run_report; "
     program += "print([m for m in ('tensorboardX', 'jinja2', 'paddle_resnet.results') if m in sys.modules], flush=True)"
     program += "; os._exit(0)"  # Paddle's destructors take half a second
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -36,7 +36,12 @@ def raise_error(message):
 
 def test_arguments_are_passed_on(monkeypatch, shard, environment, tmp_path):
     calls, model = [], Model("", DESCRIPTION, probabilities, "float16", steps=object())
-    monkeypatch.setattr(inference, "open_checkpoint", lambda *arguments: calls.append(arguments) or model)
+
+    def open_checkpoint(*arguments, features):
+        calls.append((*arguments, features))
+        return model
+
+    monkeypatch.setattr(inference, "open_checkpoint", open_checkpoint)
     environment(FLAGS_selected_gpus=3)
     shard(world_size=2)
     monkeypatch.setattr(inference.gpus, "resolve", lambda *arguments: calls.append(arguments) or "gpu")
@@ -44,7 +49,7 @@ def test_arguments_are_passed_on(monkeypatch, shard, environment, tmp_path):
     shard(world_size=1)
     assert inference.resolve_device("cpu") == "gpu"
     assert calls.pop() == ("cpu", 3, False)
-    assert calls == [("gpu", 3, True), (tmp_path, "gpu", "net", "float16", (4, 2), "flip")]
+    assert calls == [("gpu", 3, True), (tmp_path, "gpu", "net", "float16", (4, 2), "flip", False)]
 
 
 def test_checkpoint_on_a_gpu_runs_in_captured_steps(monkeypatch):
@@ -91,19 +96,19 @@ def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys
     def to_onnx(*arguments):
         raise UsageError("operator x")
 
-    fields = dict.fromkeys(("program", "images", "probabilities", "parameter"))
+    fields = dict.fromkeys(("program", "images", "outputs", "parameter"))
     network = SimpleNamespace(args=SimpleNamespace(qat=True), description={}, **fields)
     calls, opened = [], []
     monkeypatch.setattr(inference.onnx_writer, "require", lambda package: None)
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
     monkeypatch.setattr(networks, "load_checkpoint", lambda *path, **options: calls.append((*path, options)) or network)
     reason = ", because folding the BN of a network trained with --qat changes its probabilities"
-    assert inference._open_as_onnx("m", "net") == (None, reason)
-    assert calls == [("m", {"model_arch_name": "net", "fold": True})]
+    assert inference._open_as_onnx("m", "net", False) == (None, reason)
+    assert calls == [("m", {"model_arch_name": "net", "fold": True, "features": False})]
     network.args.qat = False
-    assert inference._open_as_onnx("m", "net") == (None, ": operator x")
+    assert inference._open_as_onnx("m", "net", False) == (None, ": operator x")
     message = SimpleNamespace(SerializeToString=lambda: b"data")
-    network.description, network.images, network.probabilities = {"a": 1}, "x", "y"
+    network.description, network.images, network.outputs = {"a": 1}, "x", ["y"]
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", lambda *arguments: opened.append(arguments) or message)
     monkeypatch.setattr(inference, "load_onnx", lambda *arguments: opened.append(arguments) or "onnx model")
     assert inference.open_checkpoint("m", "cpu", "net") == "onnx model"
@@ -265,7 +270,7 @@ def test_model_without_captured_steps(dtype, layout):
     values = np.arange(12, dtype="float64").reshape(2, 3, 1, 2)
     batch = SimpleNamespace(as_cpu=lambda: SimpleNamespace(as_tensor=lambda: values))
     for images in (values, batch):
-        result = model.submit(images)
+        [result] = model.submit(images)
         assert result.dtype == dtype
         np.testing.assert_array_equal(result, *probabilities(values))
 

@@ -37,6 +37,7 @@ def test_card_states_data_metrics_preprocessing_and_license():
     card = model_card.text(DESCRIPTION, META)
     for line in (
         "# ResNet18, 3 classes",
+        "An image classifier, trained with PaddlePaddle and paddle_resnet.",
         "- 3 classes: `cat`, `a'b\\n# c`, `<img src=x>` (all: `labels.txt`)",
         "- data set: the folder `pets`",
         "- training: epoch 5, optimizer `Momentum`",
@@ -47,7 +48,8 @@ def test_card_states_data_metrics_preprocessing_and_license():
         assert line in card.splitlines()
     assert "Shorter side: 256 pixels (triangular), then the central 224 x 224 pixels" in card
     assert "/home/someone" not in card  # the card is published
-    assert "license:" not in card and "library_name" not in card and "onnx" not in card and "timm" not in card
+    assert "license:" not in card and "onnx" not in card and "timm" not in card
+    assert model_card.text(DESCRIPTION, META, "resnet18") == card  # without --safetensors
 
 
 def test_license_and_source_of_converted_weights():
@@ -56,6 +58,7 @@ def test_license_and_source_of_converted_weights():
     assert "- converted from `w.pth`, `timm.resnet18`, sha256 `0123`" in card.splitlines()
     assert "Apache-2.0 (https://example.org/w)" in card.splitlines()
     assert "The checkpoint contains no evaluation." in card.splitlines()
+    assert "An image classifier, converted to PaddlePaddle by paddle_resnet." in card.splitlines()
     assert "data set" not in card
     tuned = META | {"arguments": META["arguments"] | {"from_pretrained_params": "weights/lite0/"}}
     card = model_card.text(DESCRIPTION, tuned)
@@ -68,6 +71,7 @@ def test_license_and_source_of_converted_weights():
     [
         (files("model.onnx"), {"int8": "tensorrt"}, "ONNX (`model.onnx` in INT8 for tensorrt):"),
         (files("model.onnx") | {"precision": "float16"}, {}, "ONNX (`model.onnx` in float16):"),
+        (files("model.safetensors"), {"timm": "resnet18"}, "library_name: timm"),
         (files("model.safetensors"), {"timm": "resnet18"}, 'timm.create_model("resnet18", num_classes=3).eval()'),
         (files("model.safetensors"), {"timm": "resnet18"}, "probabilities = network(images).softmax(1)"),
         (

@@ -36,9 +36,9 @@ def test_flags_are_passed_to_the_split(source, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(split, "split", lambda *arguments: calls.append(arguments) or ({"train": 1, "val": 1}, 1))
     command = ["split", str(source), "--output", str(tmp_path / "x")]
-    for flags in ([], ["--val", "0.4", "--seed", "3"]):
+    for flags in ([], ["--val", "0.4", "--seed", "3", "--group-duplicates"]):
         assert dataset.main([*command, *flags]) == 0
-    assert [call[2:] for call in calls] == [(0.2, 0), (0.4, 3)]
+    assert [call[2:] for call in calls] == [(0.2, 0, False), (0.4, 3, True)]
 
 
 def test_split_depends_only_on_names_fraction_and_seed(source, tmp_path):
