@@ -94,7 +94,7 @@ class Run:
                 folder cannot be used.
         """
         settings, trains = self.settings, self.settings.run_scope.trains
-        agreement.check_start(settings)
+        agreement.check_start(settings.as_entry())
         recipe.choose(settings)
         restore.resolve_network(settings)
         self.checkpoint = restore.find(settings)
@@ -106,8 +106,9 @@ class Run:
             logger.warn(warning)
         resolution.resolve_kernels(settings)
         resolution.resolve_classes(settings, Mode.TRAIN if trains else Mode.EVAL)
-        name = run_report.default_name(settings.run_scope, settings.benchmark)
-        resolution.resolve_report(settings, self.folder, name)
+        if settings.report_file is None:
+            name = run_report.default_name(settings.run_scope, settings.benchmark)
+            settings.resolve("--output-dir", report_file=str(self.folder / name))
         self._must_choose_epochs()  # raises an error if the run cannot choose its epochs
         if trains:
             if settings.teacher is not None:
@@ -335,7 +336,8 @@ class Run:
         agreement.check_work(self.settings.kernels, *loaders, main.program)
         fused = fused_operators(self.settings.device, main.compiled)
         if self._must_choose_epochs() and not self.settings.dry_run:
-            self._use(budget.choose(self.settings, self.exe, self.training, self.evaluation))
+            self.settings = budget.choose(self.settings, self.exe, self.training, self.evaluation)
+            self._update_stages()
         if self.training and not self.settings.benchmark:
             _warn_of_bn_momentum(self.settings.part(BnOptions), self.training)
         if self.settings.show_config:
@@ -347,11 +349,10 @@ class Run:
     def _must_choose_epochs(self):
         return budget.is_needed(self.settings.part(budget.Options), self.checkpoint)
 
-    def _use(self, settings):
-        """Replace the settings of a run that begins in epoch 0 by settings with a different number of epochs, on which
-        the programs and their settings do not depend."""
-        self.settings = settings
-        first, *later = [settings.stage(stage.changes) for stage in self._stages()]
+    def _update_stages(self):
+        """Give the stages of a run that begins in epoch 0 the chosen number of epochs, on which neither the programs
+        nor the other flags of the stages depend."""
+        first, *later = [self.settings.stage(stage.changes) for stage in self._stages()]
         works = [
             (epoch, work._replace(settings=of_stage))
             for of_stage, (epoch, work) in zip(later, self.training.later, strict=True)

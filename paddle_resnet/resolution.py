@@ -8,10 +8,8 @@ choice               recipe.choose (--choose-recipe)
 checkpoint           restore.inherit_flags, through settings/inheritance.py
 machine              resolve_layout, resolve_loader and resolve_kernels
 data                 resolve_classes
-output               resolve_report
+output               phases.Run.find_start: --report-file
 """
-
-from pathlib import Path
 
 import paddle
 
@@ -195,9 +193,3 @@ def resolve_classes(settings: values.Settings, mode: Mode) -> None:
         )
         counted = exchange.from_rank_0(lambda: root.count_classes(mode))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
-
-
-def resolve_report(settings: values.Settings, folder: Path, name: str) -> None:
-    """If --report-file has no value, set it to the file `name` in the run folder."""
-    if settings.report_file is None:
-        settings.resolve("--output-dir", report_file=str(folder / name))
