@@ -136,6 +136,11 @@ def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
     )
 
 
+def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
+    assert run_train("--dry-run", "--num-of-class", "5")[0] == 0
+    assert f"warning: --num-of-class 5: exceeds the 3 classes in {photos}; reduce it" in capsys.readouterr().err
+
+
 def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--epochs", "2"]
     code, report = run_train(*flags)
