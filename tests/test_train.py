@@ -234,6 +234,8 @@ def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys,
     assert_one_error(output.err, [*message, str(root)])
     assert "the train split in" not in output.out or (root / "train" / "class1").is_dir()
     assert report == []
+    if message[-1].startswith("--allow"):
+        assert run_train(message[-1], "--dry-run", image_root=root)[0] == 0
 
 
 OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
