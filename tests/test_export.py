@@ -759,8 +759,8 @@ REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images")
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in REPEATED)) for name in EVALUATED]
 )
 def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_path, capsys, name):
-    """A correct checkpoint is accepted. The same checkpoint with a changed recorded loss is rejected; with TTA, also with
-    a changed weight and a lower loss."""
+    """A correct checkpoint is accepted, and the same checkpoint with a different recorded loss is rejected. With TTA, a
+    changed weight is tested, too."""
     root, flags = photos, EVALUATED[name].split()
     if name == "label offset":
         root = tmp_path / "records"
