@@ -89,7 +89,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     [(_, claim)] = record.calls  # only rank 0 calls this function
     record.calls.clear()
     claim()
-    (_, (files, folders), options), *others = record.calls[2:]  # after report.outputs and report.announced
+    (_, (files, folders), options), *others = record.calls[2:]  # follows report.outputs and report.announced
     assert {name: str(path) for name, path in files.items()} == {
         "the report": "r",
         "the trace of --profile-steps": "o/profile/steps_1_2_rank0.json",
@@ -401,7 +401,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     assert ("_warn_of_bn_momentum", chosen, training) in record.calls
     line = ("start_line", "options of the stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
     assert record.calls[-2] == line
-    record.results["is_needed"] = False  # an evaluation
+    record.results["is_needed"] = False  # simulate an evaluation
     assert phases.check_and_describe(args, "exe", None, None, evaluation) == (args, None)
     assert record.calls[-2] == (
         "start_line",
@@ -416,7 +416,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
 
 def test_settings_that_differ_from_defaults_are_described_with_origins():
     args = config.parse_args(["--lr", "0.25"])
-    args.choose("fits", epochs=90)  # the default
+    args.choose("fits", epochs=90)  # 90 is the default
     text = phases.describe(args)
     assert "lr: 0.25  # command line" in text.splitlines()
     assert "epochs: 90  # chosen: fits" in text.splitlines()
@@ -500,7 +500,7 @@ def test_training_loader_has_the_image_size_of_the_first_stage(open_data, monkey
     sizes = []
     monkeypatch.setattr(phases.dali, "build_dataloader", lambda args, *_, **__: sizes.append(args.crop_size) or [0] * 9)
     open_data("--epochs", "2", "--sizes", "24:0,32:1", checkpoint=checkpoint)
-    assert sizes == [size, 32]  # training and evaluation
+    assert sizes == [size, 32]  # of the training and the evaluation loader
 
 
 def test_damaged_loader_state_is_attributed_to_the_checkpoint(open_data, monkeypatch):
