@@ -225,11 +225,6 @@ def test_flag_value_is_parsed(text, name, value):
     assert type(parsed) is type(value)
 
 
-def test_arguments_default_to_command_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
-    assert config.parse_args().epochs == 7
-
-
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [

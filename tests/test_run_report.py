@@ -389,6 +389,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
     moved = (tmp_path / "output").rename(tmp_path / "moved")
     resume = [*default, "--output-dir", moved, "--resume", "--epochs", "2", "--dry-run"]
     assert run_train(*resume)[0] == 0
+    assert "replaces an existing file" not in capsys.readouterr().err
     assert run_train(*resume, "--report-file", moved / "Tiny/report.eval.json")[0] == 2
     assert "report.eval.json: is the report of a different evaluation run; choose" in capsys.readouterr().err
     moved.rename(tmp_path / "output")

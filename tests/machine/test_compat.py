@@ -240,7 +240,7 @@ def test_versions_require_different_communicators_on_cpu():
 
 @only_paddle_3
 @pytest.mark.parametrize(("name", "dtype"), [("sqrt", "float32"), ("any", "bool")])
-def test_paddle_3_rejects_legacy_variables(monkeypatch, name, dtype):
+def test_paddle_3_rejects_legacy_variables(name, dtype):
     with static.program_guard(static.Program()):
         function = getattr(paddle.base.dygraph.generated_tensor_methods_patch, f"_{name}")
         with pytest.raises(TypeError, match="must be Value"):
