@@ -141,7 +141,7 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
     description = export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, uint8=uint8)
     assert description["input"]["shape"] == ([None, 32, width, 3] if uint8 else [None, 3, 32, width])
     out = capsys.readouterr().out
-    assert "--data-format" not in out  # not logged once per engine
+    assert "--data-format" not in out  # the loaders of the engines log no flags
     scores = [line for line in out.splitlines() if line.endswith("23 images")]
     engines = ["Executor", "paddle.inference", "onnxruntime"] + ["OpenVINO"] * HAS_OPENVINO
     assert [line.split(":")[0] for line in scores[-len(engines) :]] == engines

@@ -40,7 +40,7 @@ def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(all_reduces, "average_bn", lambda *_: averages.append(1))
     code, report = run_train(*SEVEN)
     assert code == 0
-    assert len(averages) == 5  # before each evaluation, and at the end of epoch 0
+    assert len(averages) == 5  # averages before each evaluation, and at the end of epoch 0
     assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 2), (1, 1), (1, None), (2, 1)]
     scores = {f"{epoch}_{step}" if step else str(epoch): top1 for epoch, step, top1 in evaluations(report)}

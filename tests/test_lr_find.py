@@ -208,7 +208,7 @@ def test_search_does_not_replace_curve_of_simultaneous_search(find, tmp_path, mo
     assert calls == ["start of barrier", ("_claim", True), ("_write", True), "end of barrier"]
     drawing_lock = locks.file_of(data.with_name(lr_curve.DRAWING))
     assert held == [(drawing_lock, f"--output-dir {tmp_path}/search")]
-    assert len(closed) == 2  # at the start and at the end
+    assert len(closed) == 2  # once at the start and once at the end of the search
     assert (
         f"--output-dir {tmp_path}/search: {data.parent} contains {lr_curve.DATA}; choose a" in capsys.readouterr().err
     )

@@ -265,7 +265,7 @@ def test_averages_and_slow_weights_of_frozen_parameters_use_master_weights(one_b
 def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse):
     args = parse()
     compiled, exe, _, _, main = build(args)
-    assert compiled.accumulating is None  # --accumulate-steps 1
+    assert compiled.accumulating is None  # because --accumulate-steps is 1
     images, labels = random_batches(1)[0]
     for _ in range(3):
         exe.run(compiled, {"data": images, "label": labels})

@@ -312,7 +312,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 def test_scripts_of_nvidia_example_train_and_their_export_command_works(
     run_train, checkpoint, tmp_path, capsys, work_in, name
 ):
-    """With tiny values: a tiny network, one epoch and, on a CPU, float32."""
+    """The scripts run with tiny values: a tiny network, one epoch and, on a CPU, float32."""
     words = NVIDIA_SCRIPTS[name].split()
     for flag, count in (("--epochs", 2), ("--lr", 2), ("--model-prefix", 2), ("--from-pretrained-params", 2)):
         if flag in words:
@@ -398,7 +398,7 @@ def test_print_config_output_is_a_valid_config_file(train_process, tmp_path):
 def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     args = frozen(config.parse_args(["--config", str(path)]))
     assert args.model_arch_name in models.MODELS
-    assert f" {args.epochs} epochs" in path.read_text()  # in the header
+    assert f" {args.epochs} epochs" in path.read_text()  # the header of the recipe
     timeline = stages.timeline(args, images=8_000)
     schedule = schedules.build_lr_scheduler(args.part(schedules.Options), timeline)
     end = timeline.steps_before(args.epochs)

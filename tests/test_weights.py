@@ -371,7 +371,7 @@ def test_backbone_without_classifier_can_be_fine_tuned(small, run_bare, tmp_path
     image = tmp_path / "some/val/n01440764/0.jpg"
     assert predict.main([str(out), str(image), "--device", "cpu"]) == 2
     assert "has no classifier; train one with --from-pretrained-params" in capsys.readouterr().err
-    # A part of the network is missing, too.
+    # Remove a convolution, too.
     del state["conv1.weight"]
     path.write_bytes(pickle.dumps(state, 4))
     message = error(capsys, path, "--arch", "Small", "--output", tmp_path / "y")
