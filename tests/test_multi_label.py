@@ -399,7 +399,7 @@ def test_export_that_disagrees_is_not_kept(trained, data, tmp_path, capsys, monk
         assert "disagree" in capsys.readouterr().err and not (tmp_path / changed).exists()
 
 
-@pytest.mark.parametrize("kind", ["csv", "folders", "numbers"])
+@pytest.mark.parametrize("kind", ["csv", "folders", pytest.param("numbers", marks=pytest.mark.soak)])
 def test_int8_export_is_calibrated_and_verified(trained, data, tmp_path, capsys, kind):
     folder, _ = trained
     pytest.importorskip("onnxruntime")
