@@ -212,7 +212,9 @@ def _add_convert(commands):
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
-    command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as in a run")
+    command.add_argument(
+        "--skip-list", metavar="FILE", help=f"file that lists the images to omit, as for {program('train')}"
+    )
     command.add_argument(
         "--unchecked",
         action="store_true",
@@ -261,7 +263,7 @@ def _with_progress(args: argparse.Namespace, write):
 
             def show(done, total):
                 nonlocal task
-                if not bar.live.is_started:  # start it late, so that an error in listing the source leaves no empty bar
+                if not bar.live.is_started:  # start late, so that an error in listing the source leaves no empty bar
                     with signals.blocked():  # the thread that rich starts must not handle signals
                         stack.enter_context(bar)
                 if task is None:
@@ -313,7 +315,7 @@ def _add_import(commands):
         command.add_argument(flag, metavar="NAME", help=f"column or feature with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
     command.add_argument(
-        "--label-index", type=numbers.integer(0, 999), metavar="N", help="index of the label if records have several"
+        "--label-index", type=numbers.integer(0, 999), metavar="N", help="index of the label in records with several"
     )
     command.add_argument(
         "--class-depth",
@@ -438,7 +440,7 @@ def _add_duplicates(commands):
         commands,
         "duplicates",
         _run_duplicates,
-        "find validation images that are also, or nearly, in train; exit code 1 if there are any",
+        "find validation images that are also, or nearly, in train; exit code 1 if it finds any or cannot compare all",
     )
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
@@ -474,7 +476,9 @@ def _add_duplicates(commands):
         metavar="FILE",
         help="file for the list of validation images with a duplicate, for --skip-list of a run",
     )
-    command.add_argument("--multi-label", action="store_true", help="the data set is multi-label, as in a run")
+    command.add_argument(
+        "--multi-label", action="store_true", help=f"read a multi-label data set, as for {program('train')}"
+    )
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
@@ -625,7 +629,7 @@ def _add_label_flags(command):
         type=numbers.label_offset,
         default=numbers.AUTO,
         metavar="{auto,N}",
-        help="first label in file lists and records, as in a run",
+        help=f"first label in file lists and records, as for {program('train')}",
     )
 
 

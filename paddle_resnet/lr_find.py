@@ -95,7 +95,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, values.Settings]:
     Returns:
         (the finder's own flags, the flags of train.py).
     Raises:
-        UsageError: a flag is unknown, has an invalid value, or is not supported.
+        UsageError: a flag is unknown, has an invalid value, or is not supported; or flags conflict, such as a --from-lr
+            that is not below --to-lr.
     """
     parser = parsing.ToolParser(
         prog="lr_find",
@@ -162,7 +163,7 @@ def _run(search, args):
             return logger.info("dry run: flags, data and programs are valid")
         losses, ended_early = _search(search, exe, training)
         problem = exchange.from_rank_0(lambda: _write(search, args, folder, losses, ended_early))
-    if problem is not None:  # raised outside the barrier, because no process has failed
+    if problem is not None:  # the error is raised outside exit_barrier, because no process has failed
         raise RunError(f"--lr: no suggestion, because {problem}")
 
 
@@ -241,7 +242,7 @@ def _write(search, args, folder, losses, ended_early):
     with outputs.writing(f"{lr_curve.DATA} in --output-dir", folder / lr_curve.DATA):
         folder.mkdir(parents=True, exist_ok=True)
         with locks.held(locks.file_of(path), f"--output-dir {args.output_dir}", logger.warn):
-            # Check again, because another search may have written a curve.
+            # Check again, because another search may have written a curve since _claim.
             _check_no_curve(folder, args.output_dir, args.overwrite)
             lr_curve.write(folder / lr_curve.DATA, curve)
             drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
@@ -249,7 +250,7 @@ def _write(search, args, folder, losses, ended_early):
     if curve.steepest is None:
         return _problem(search, curve)
     if not ended_early and curve.minimum > 0.8 * search.to_lr:
-        logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher rate")
+        logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher --to-lr")
     factors = (
         f" (training multiplies --lr by {factor}, the number of processes times --accumulate-steps)"
         if factor > 1

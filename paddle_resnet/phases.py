@@ -196,7 +196,7 @@ def open_data(
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)
-    if checkpoint is None:  # a run that continues checks the steps when its position is known, before its first step
+    if checkpoint is None:  # a run that continues checks --profile-steps before its first step, whose position it knows
         steps = len(train_loader or eval_loader)
         if trains:
             uniform = durations.uniform(args.accumulate_steps, steps)
@@ -302,8 +302,8 @@ def show_on_tensorboard(args: values.Settings, training: Work, checkpoint: resto
 
 def enter_stage(training: Work, epoch: int, saver: saver.Saver) -> Work:
     """Return the training Work for an epoch. If the epoch starts a new stage (--sizes, --unfreeze-at), compile the
-    program of the stage. If its batch shape differs, also build a new loader that continues the image order of the
-    previous loader."""
+    program of the stage. If the batch shape of the new stage differs, also build a new loader that continues the image
+    order of the previous loader."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later
@@ -327,8 +327,8 @@ def enter_stage(training: Work, epoch: int, saver: saver.Saver) -> Work:
 def set_weights(
     args: values.Settings, checkpoint: restore.StartCheckpoint | None, training: Work | None, evaluation: Work | None
 ) -> restore.StartCheckpoint | None:
-    """Load the initial weights, restore the training state of a checkpoint, and let components change the weights, such
-    as prune them (--prune-model) and cast them for mixed precision (--amp). Also set the thresholds with which a
+    """Load the initial weights, restore the training state of a checkpoint, and let components change the weights, for
+    example by pruning (--prune-model) or casting for mixed precision (--amp). Also set the thresholds with which a
     multi-label network is evaluated.
 
     Returns:
@@ -368,8 +368,8 @@ def compile_programs(
     args: values.Settings, exe: static.Executor, training: Work | None, evaluation: Work | None
 ) -> tuple[Work | None, Work | None]:
     """Compile the programs, and return (training, evaluation) with the compiled programs. Make the evaluation program
-    use averages of the weights (such as those of --ema), and fold BN in half precision, also in the network of
-    --teacher. Raises the errors of program.compile_prog."""
+    use averages of the weights (such as those of --ema). In half precision, fold BN into convolutions in the evaluation
+    program and in the network of --teacher. Raises the errors of program.compile_prog."""
     watchdog.phase("program compilation")
     if training:
         if args.amp and args.teacher is not None:

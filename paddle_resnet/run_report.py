@@ -126,8 +126,8 @@ def check_replaced(options: Options, checkpoint, run_folder: Path) -> None:
         run_folder: folder of the run's checkpoints.
     Raises:
         UsageError: the file cannot be read or is not a report; the file is the report of a training run that this run
-            does not resume, and --overwrite is not set; the run would append to the report of another run; or
-            --report-html is set, and the path exists, but is not a regular file.
+            does not resume, and --overwrite is not set; the run would append to the report of a different run; or
+            --report-html is set, and the path of the report exists, but is not a regular file.
     """
     path = Path(options.report_file)
     if not path.is_file():
@@ -235,8 +235,8 @@ def start_line(
 
 
 def all_done(options: Options, entry: dict[str, Any], checkpoint) -> bool:
-    """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, write the summary if the
-    run was killed before it wrote it. `entry` is the result of first_entry.
+    """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, also write the summary of
+    the run if the report has none, because the run was killed. `entry` is the result of first_entry.
 
     Returns:
         whether the HTML report (--report-html) is missing.
@@ -481,7 +481,8 @@ def _summary(trained, evaluated, best, last):
 
 
 def _teacher(record):
-    """Return the entries of the summary for the teacher of --teacher. `record` is that of meta.json."""
+    """Return the entries of the summary for the teacher of --teacher. `record` is the entry "teacher" of meta.json, or
+    an empty dict."""
     return {f"teacher.{name}": record[name] for name in ("arch", "sha256", "top1", "map") if name in record}
 
 

@@ -305,7 +305,7 @@ def test_suggestion_states_factor_and_too_low_limit(
         "with a warm-up, higher rates may be better, up to the rate with the lowest loss",
         "suggestion: --lr 0.01",
     ]
-    warning = "warning: --to-lr 10: the loss still falls at this rate; use a higher rate\n"
+    warning = "warning: --to-lr 10: the loss still falls at this rate; use a higher --to-lr\n"
     assert err == (warning if is_warned else "")
 
 

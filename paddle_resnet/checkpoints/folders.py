@@ -1,8 +1,8 @@
 """Write, verify, list and delete checkpoint folders on disk, independently of the network.
 
 Checkpoints are written atomically. The folder ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its
-meta.json is valid, and every file that meta.json lists has the listed size and sha256. These hidden entries in ROOT are
-temporary. If a run is killed, the next run removes, restores or reuses them:
+meta.json is valid, and every file that meta.json lists has the listed size and sha256. If a run is killed, the next run
+removes, restores or reuses these temporary hidden entries in ROOT:
 
     .NAME.partial    a checkpoint that is being written
     .NAME.replaced   the older folder NAME, until a new folder has replaced it
@@ -14,8 +14,8 @@ usual names of checkpoint files. Checkpoints of other programs, which have no me
 under a different name.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
-renames it. "marker" is for storage without atomic renames. It writes directly to NAME/, starting with the file
-.unfinished and ending with meta.json.
+renames it. "marker", for storage without atomic renames, writes directly to NAME/, starting with the file .unfinished
+and ending with meta.json.
 """
 
 import contextlib

@@ -50,7 +50,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
         types.
     Raises:
         UnreadableError: the file is damaged, has an unknown format, contains a value that is not finite in float32, or
-            contains no dict of tensors. In PyTorch's files, a dict in one of the entries _NESTED may be this dict.
+            contains no dict of tensors. In PyTorch's files, one of the entries _NESTED may contain the dict of tensors.
     """
     readers = {".pdparams": _read_pdparams, ".safetensors": _read_safetensors}
     readers |= dict.fromkeys((".pth", ".pt", ".tar", ".bin"), _read_torch)

@@ -48,7 +48,8 @@ def check(program: static.Program, where: str) -> None:
     if processes.world_size() == 1:
         return
     own = checksums(program)
-    # If the variables are equal, the ranks exchange only one number each, because the store never frees memory.
+    # If the variables are equal, the ranks exchange only one number each, because the store through which they exchange
+    # numbers never frees memory.
     total = zlib.crc32(np.array([*own.values()], np.uint32))
     if len(np.unique(exchange.all_gather([total]))) == 1:
         return

@@ -292,7 +292,7 @@ def resolve_network(args: values.Settings) -> None:
     network.
 
     Raises:
-        UsageError: the flags of that checkpoint cannot be read, or find() or origin() fails.
+        UsageError: the flags of the checkpoint cannot be read, or find() or origin() fails.
     """
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
         first = args.copy("internal", resume=False)
@@ -384,7 +384,7 @@ def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -
         validation.check_sizes(args.part(images.Settings))
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("recorded", model_arch_name=registered_name(recorded))  # the name of the run folder
+            args.resolve("recorded", model_arch_name=registered_name(recorded))  # run folders have the registered name
     except UsageError as e:
         raise UsageError(
             f"{folder}: {folders.META} contains an invalid flag ({e}); choose a different checkpoint"
@@ -396,7 +396,7 @@ def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -
                 f"--model-arch-name {recorded} if you trust this file"
             )
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
-            args.resolve("recorded", model_arch_name=arch)  # use the current path of the file
+            args.resolve("recorded", model_arch_name=arch)  # the file may have moved since the run
             if user_file.sha256(arch) != meta.get("network_sha256"):
                 logger.warn(
                     f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"

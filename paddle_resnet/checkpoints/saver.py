@@ -35,7 +35,7 @@ from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from paddle_resnet.step import facts
 from paddle_resnet.utils import logger, signals
-from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import RunError, UsageError, counted
 from paddle_resnet.utils.meters import main_metric
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ def _is_within(path, folder):
 def best_before(root: str | Path, checkpoint: StartCheckpoint) -> dict[str, Any] | None:
     """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
     good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint that was written before
-    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if there is none."""
+    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if no such checkpoint has
+    an evaluation."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -337,9 +338,9 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, *own_files.values()])
 
     def save_on_error(self, error: BaseException, epoch: int, step: int | None, trained: dict[str, Any] | None) -> None:
-        """Save the state after an error if a resumed run can continue from this state. This is the case if a stop was
-        requested, or if an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a
-        failed evaluation, because the other processes may be dead or in a different phase.
+        """Save the state after an error if a resumed run can continue from this state: if a stop was requested, or if
+        an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a failed
+        evaluation, because the other processes may be dead or in a different phase.
 
         Args:
             error: the exception that ends the run.
@@ -433,7 +434,7 @@ def _check_finite(folder, states):
     bad = [name for state in states for name, array in state.items() if not np.isfinite(array).all()]
     if bad:
         raise RunError(
-            f"{folder}: checkpoint not written, because {len(bad)} of its arrays have non-finite values "
+            f"{folder}: checkpoint not written, because of non-finite values in {counted(len(bad), 'array')} "
             f"({', '.join(bad[:3])}{', ...' * (len(bad) > 3)}); resume from an earlier checkpoint or start a new run, "
             "with a lower --lr"
         )

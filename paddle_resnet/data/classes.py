@@ -73,7 +73,7 @@ def _lines(path):
             raise ValueError(f"a line exceeds {_NAME_LIMIT} characters")
     except (OSError, ValueError) as e:  # ValueError: for example, the text is not UTF-8
         reason = getattr(e, "strerror", None) or e
-        raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
+        raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove the file") from e
     return classes
 
 

@@ -1,4 +1,4 @@
-"""Locate, create and check the index files of record files. The modules in formats/ parse their content.
+"""Locate, create and check the index files of record files. The modules in formats/ parse the content of index files.
 
 DALI requires an index for each TFRecord shard and RecordIO file. DALI also reads tar shards without an index, but then
 scans them at startup. Index files use DALI's formats, with offsets and sizes in bytes. TFRecord: one line `offset size`
@@ -171,7 +171,7 @@ def scan(shard: str, kind: Kind) -> bytes:
         raise UsageError(f"{shard}: contains no records; remove it or write it again")
     return "".join([*kind.head(len(lines)), *lines]).encode(
         errors="surrogateescape"
-    )  # a file extension in a tar file may not be UTF-8
+    )  # file extensions in tar files can be invalid UTF-8
 
 
 def _check_compression(shard):

@@ -35,8 +35,8 @@ from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
 IMAGE_KEYS = ("image", "file_name")  # keys of an image in a JSONL table
-SEPARATORS = ("|", ";", ",")  # of class names in a column, in order of precedence
-_FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # cells of a column for one class
+SEPARATORS = ("|", ";", ",")  # separators of class names in a cell, in order of precedence
+_FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # {text of a cell: value} for the columns that contain one class each
 
 
 class Root(Protocol):
@@ -176,8 +176,8 @@ def _read_jsonl(path, text):
 
 
 def storage(root: Root, mode: Mode) -> str:
-    """Return how a split is stored: "table", "folder" or "recordio". Raise UsageError if it is stored differently, or
-    if root.format or table_path does."""
+    """Return how a split is stored: "table", "folder" or "recordio". Raise UsageError if the split is stored
+    differently, or if root.format or table_path raises UsageError."""
     if root.data_format == AUTO and table_path(root.image_root, mode):
         return "table"
     kind = root.format(mode)
@@ -309,7 +309,7 @@ def _folders(root, mode, num_of_class, names, is_trained, allow_empty):
     if different:
         log_once(
             f"{image_root}: {counted(different, 'file name')} in several class folders of {mode.value}/ with different "
-            "content, which are different images",
+            "content, which are read as different images",
             logger.info,
         )
     return Labels([listed.names[images[i]] for i in order], [rows[i] for i in order], listed.classes)
@@ -443,13 +443,15 @@ def listed(root: Root, mode: Mode) -> list[Image]:
 
 
 def _record_images(records):
-    """Yield an Image for each record. Because a function reads it, read_image accepts several labels."""
+    """Yield an Image for each record. The kind of these images is a function, so that formats.read_image accepts
+    records with several labels."""
     for image in records.images(0):
         yield Image(image.name, image.path, None, recordio.read_content, image.place[:1])
 
 
 def _read_files(image_root, files, rows, num_of_class, name, shard_id, num_shards, shuffle):
-    """Add the reader of image files. The label that DALI reads is the number of a set of classes, a row of a table."""
+    """Add the reader of image files to the DALI pipeline under construction. The label that DALI's reader returns is an
+    index in the table of all sets of classes that occur in `rows`."""
     from nvidia.dali import types
 
     sets = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}

@@ -37,8 +37,8 @@ def check_split(flag: str, image_root: str, mode: Mode) -> None:
 def detect(image_root: str, mode: Mode) -> str:
     """Detect the storage format of a split from the names of the files in image_root.
 
-    train.txt and val.txt take precedence over class folders, because they may list images in these folders. So does a
-    list with a different name, unless all splits consist of class folders.
+    train.txt and val.txt take precedence over class folders, because they may list images in these folders. A list with
+    a different name also takes precedence, unless all splits consist of class folders.
 
     Returns:
         A key of FORMATS; "folder" if no format is detected.

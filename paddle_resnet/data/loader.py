@@ -62,7 +62,7 @@ class Options(augment.Settings, task.Settings):
 
 
 def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, trained: list[str] | None = None) -> DataSet:
-    """Return a split of a data set, without the images of the skip list. Raise UsageError if it cannot be used.
+    """Return a split of a data set, without the images of the skip list. Raise UsageError if the split cannot be used.
 
     Args:
         root: the data set.
@@ -72,7 +72,8 @@ def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, train
         trained: see build.
     """
     if not trains and root.data_format in ("auto", "folder"):
-        layout.check_split("--image-root", root.image_root, mode)  # otherwise, the remedy would be to split train/
+        # Check the split here, because root.open would suggest splitting train/, which this run does not read.
+        layout.check_split("--image-root", root.image_root, mode)
     return root.open(
         mode,
         options.num_of_class,
@@ -135,7 +136,7 @@ def build(
     elif not data_set.has_reader:
         data_set = replace(data_set, read=functools.partial(data_set.read, start=(done, step)))
     if continues_order_alone and not data_set.has_reader:
-        checkpoint = None  # the source determines the image order, so the state of DALI's reader is not needed
+        checkpoint = None  # a Python source determines the image order, so there is no state of a DALI reader
     elif continues_order_alone:
         fresh = create_pipeline(options, data_set, mode, rank, world_size)
         fresh.build()

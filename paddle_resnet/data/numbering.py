@@ -173,7 +173,7 @@ def _folder_classes(image_root, mode, formats, names, trained):
     if not folders:
         return None, None
     labels = _match(folders, names or [])
-    # If all images are in class folders, each line must belong to a folder.
+    # If all images are in class folders, each line of classes.txt must belong to a folder.
     if labels and (trained is not None or set(formats.values()) != {"folder"} or len(names) == len(folders)):
         name_of = {label: name for name, label in labels.items()}
         return [name_of.get(label, name) for label, name in enumerate(names)], "in classes.txt"
@@ -291,7 +291,7 @@ def _check_lists(root, formats, offsets, classes, source):
         formats: {mode: storage format}, see root.DataRoot.formats.
         offsets: {mode: label offset}.
         classes: names of the class folders in label order.
-        source: where their numbers come from, for the error message.
+        source: where the numbers of the class folders come from, for the error message.
     Returns:
         whether a file list contains images in class folders.
     Raises:
@@ -340,7 +340,7 @@ def _warn_of_unchecked(image_root, formats):
 
 
 def are_numbers(classes: Sequence[str]) -> bool:
-    """Return whether classes have no names."""
+    """Return whether classes have no names, that is, whether they are called "0", "1", ..."""
     return list(classes) == numbers(len(classes))
 
 

@@ -126,8 +126,8 @@ def no_label(shard: str, offset: int, reason: object, remedy: str = "write it ag
 
 
 def single(label: Any) -> Any:
-    """Add DALI operators that return a label with shape [1]. For a record without exactly one label, they fail with an
-    error that bad_images.bad_record recognizes."""
+    """Add DALI operators that return a label with shape [1]. For a record without exactly one label, the operators fail
+    with an error that bad_images.bad_record recognizes."""
     from nvidia.dali import fn
 
     # If a TFRecord has no label, DALI returns a scalar with the value of an earlier label. The slice rejects scalars.

@@ -50,7 +50,7 @@ class Layout:
         pattern: regular expression for the paths, relative to the data set, of the files that identify the layout. The
             paths of folders end in a slash. Upper and lower case are equivalent.
         what: description of these files.
-        kind: kind of `dataset import` that reads them, or None.
+        kind: kind of `dataset import` that reads these files, or None.
         todo: remedy for the user, as an imperative, or None if training or `dataset import` reads the files.
         needs: a second pattern that must match at least one path, or None.
         is_native: whether training reads these files, so that no import is suggested.
@@ -157,8 +157,8 @@ class Sight:
 
 def look(root: str | os.PathLike[str]) -> list[Sight]:
     """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized. If nothing is
-    recognized in the folder itself, but it has a single subfolder, as unpacked archives often have, its content is
-    returned."""
+    recognized in the folder itself, but the folder has a single subfolder, as unpacked archives often have, return
+    [Sight] for what the subfolder contains."""
     root = os.fspath(root)
     paths = _paths(root)
     sights = _look(root, paths)
@@ -180,7 +180,7 @@ def _look(root, paths):
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return known
     tables = _unlabeled(root, [path for path in paths if path not in claimed], is_image)
-    # Renaming a tar file is faster than importing it.
+    # Tar files whose names differ come first, because renaming a tar file is faster than importing it.
     return [*_tar_files(root, paths), *known, *tables, *_too_deep(root, paths), *_outside(paths)]
 
 
@@ -482,7 +482,8 @@ def _unpacking(folder, names, target):
     steps = [shlex.join(["mkdir", "-p", target])]
     for name in names:
         path, own = os.path.join(folder, name), target
-        if (len(names) > 1 or target == folder) and _is_flat(path):  # such as one archive per class
+        # Each archive without folders, such as one archive per class, gets its own folder.
+        if (len(names) > 1 or target == folder) and _is_flat(path):
             own = os.path.join(target, re.sub(r"(\.tar)?\.\w+$", "", name))
             steps.append(shlex.join(["mkdir", "-p", own]))
         is_zip = name.lower().endswith(".zip")
@@ -492,13 +493,13 @@ def _unpacking(folder, names, target):
 
 
 def _is_flat(path):
-    """Return whether the first files in an archive are not in folders; False if it cannot be read."""
+    """Return whether the first files in an archive are not in folders; False if the archive cannot be read."""
     names = _members(path)
     return bool(names) and not any("/" in name for name in names)
 
 
 def _members(path):
-    """Return the names of the first files in an archive, or [] if it cannot be read."""
+    """Return the names of the first files in an archive, or [] if the archive cannot be read."""
     names = []
     if os.path.isfile(path):  # a pipe could block
         with contextlib.suppress(OSError, EOFError, ValueError, tarfile.TarError, zipfile.BadZipFile):

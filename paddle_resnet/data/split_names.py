@@ -83,7 +83,8 @@ def find(
 
 
 def several(image_root: str, mode: Mode, paths: Iterable[str]) -> UsageError:
-    """Return the UsageError for a data set that contains a split several times. `paths` are the first of each."""
+    """Return the UsageError for a data set that contains a split several times. `paths` contains the first path of each
+    occurrence."""
     return UsageError(
         f"--image-root {image_root}: contains the {mode.value} split several times "
         f"({some([shown(image_root, path) for path in paths])}); move all but one to a different folder"

@@ -80,7 +80,7 @@ _OF_NVIDIA = (
 )
 NVIDIA = frozenset(f"--{name}" for name in _OF_NVIDIA.split())
 
-# The order of the flags in `--help TOPIC`, --print-config and meta.json. Other flags follow.
+# The order of the flags in `--help TOPIC`, --print-config and meta.json. Flags that ORDER does not contain come last.
 ORDER = (
     "config run-scope resume overwrite from-checkpoint last-epoch-of-checkpoint from-pretrained-params "
     "pretrained-mismatch choose-recipe dry-run model-arch-name num-of-class image-shape qat crop-size resize-short "
@@ -113,12 +113,12 @@ def _build_parser():
     parser = Parser(
         prog="train",
         description="Train, evaluate or benchmark an image classifier with Paddle and NVIDIA DALI.",
-        # The wheel does not contain configs/.
+        # Omit the example with a recipe if only the wheel is installed, because the wheel does not contain configs/.
         examples=[example for example in EXAMPLES if "configs/" not in example[1] or not is_installed()],
         main=MAIN,
         epilog=f"{program('train')} --print-config FLAGS prints the values as a file for --config, except those that "
         "you do not set and that a checkpoint, the data or the network can determine. In the file and on the command "
-        "line, `false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
+        "line, `false` turns off a switch. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
     for name, declared in _FLAGS.items():
         action = parser.add_argument(flag_name(name), default=declared.default, **declared.options)

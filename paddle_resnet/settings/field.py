@@ -53,8 +53,8 @@ class Conflict(NamedTuple):
 
     Attributes:
         message: error message.
-        unused: names of the flags that `by` makes unused or unusable. If two flags exclude each other, both names are
-            in both fields.
+        unused: names of the flags that the flags in `by` make unused or unusable. If two flags exclude each other, both
+            names are in `unused` and in `by`.
         by: names of the flags that cause the conflict.
     """
 

@@ -628,12 +628,12 @@ def test_non_finite_value_prevents_checkpoint(run, tmp_path, monkeypatch, value)
         monkeypatch.setattr(variables, "snapshot", lambda _, optimizer=optimizer: ({}, optimizer))
         monkeypatch.setattr(variables, "own_files", lambda *_, own=own: own)
         saver.save(epoch)
-        with pytest.raises(RunError, match=r"1 of its arrays have non-finite values \(x\)"):
+        with pytest.raises(RunError, match=r"of non-finite values in 1 array \(x\)"):
             saver.finish()
     states = [{str(i): np.float32([value])} for i in range(4)] + [{"count": np.int64([1])}]
-    with pytest.raises(RunError, match=r"because 4 of its arrays have non-finite values \(0, 1, 2, \.\.\.\); resume"):
+    with pytest.raises(RunError, match=r"because of non-finite values in 4 arrays \(0, 1, 2, \.\.\.\); resume"):
         saver_module._check_finite(tmp_path, states)
-    with pytest.raises(RunError, match=r"because 3 of its arrays have non-finite values \(0, 1, 2\); resume"):
+    with pytest.raises(RunError, match=r"because of non-finite values in 3 arrays \(0, 1, 2\); resume"):
         saver_module._check_finite(tmp_path, states[:3])
     assert folders.finished(tmp_path / "Tiny") == []
 

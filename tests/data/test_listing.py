@@ -918,7 +918,7 @@ def test_skipped_images_may_be_unusable(root):
 
 def test_file_list_that_is_not_utf_8_is_rejected(root):
     (root / "val.txt").write_bytes(b"\xe9.jpg 0\n")
-    with pytest.raises(UsageError, match=r"val.txt cannot be read \(it is not UTF-8\); write or correct it"):
+    with pytest.raises(UsageError, match=r"val.txt cannot be read \(it is not UTF-8\); correct this list"):
         filelist.index(root, Mode.EVAL)
 
 

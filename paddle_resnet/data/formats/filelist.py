@@ -114,7 +114,7 @@ def index(
             labels.append(int(parsed[1]))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); write or correct it") from e
+        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); correct this list") from e
     if not files:
         raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines of the form `PATH LABEL`")
     classes.check_labels(path, [min(labels), max(labels)], num_of_class, class_names, label_offset, names_file)
@@ -147,8 +147,8 @@ def check_inside(image_root: str, mode: Mode, listed: image_files.Files) -> None
 
 
 def check_first(image_root: str, mode: Mode, listed: image_files.Files) -> None:
-    """Raise UsageError if the first path of a list is not that of a file. Training checks all files with check_listed,
-    and the data-set tools report unreadable images."""
+    """Raise UsageError if the first path of a list is not that of a file. Only the first path is checked, because
+    training checks all files with check_listed, and the data-set tools report unreadable images."""
     name = listed.names[0]
     if not os.path.isfile(os.path.join(image_root, name)):
         remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"

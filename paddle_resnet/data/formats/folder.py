@@ -56,8 +56,8 @@ def detect(image_root: str, mode: Mode) -> list[str]:
 
 
 def has_classes(path: str) -> bool:
-    """Return whether a folder contains class folders and no images next to them. Only the first class folders are
-    searched for images."""
+    """Return whether a folder contains class folders with images, and no images next to the class folders. Only the
+    first SEARCHED class folders are searched for images."""
     with contextlib.suppress(UsageError):
         if images_at_the_top(path):
             return False
@@ -236,8 +236,8 @@ def unsupported(image_root: str, mode: Mode) -> str | None:
 
 def own_classes(image_root: str, mode: Mode) -> list[str] | None:
     """Return the names of the class folders in the folder of a split, or None if this folder does not exist. Raise
-    UsageError if it cannot be listed. If these names are passed to DataRoot.listed, the labels depend only on this
-    split and may differ from those of training."""
+    UsageError if the folder cannot be listed. If these names are passed to DataRoot.listed, the labels depend only on
+    this split and may differ from those of training."""
     folder = split_folder(image_root, mode)
     return class_folders(folder) if os.path.isdir(folder) else None
 

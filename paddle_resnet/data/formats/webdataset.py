@@ -121,8 +121,8 @@ def _remedy(path, extensions):
     if "cls" not in extensions and not {"json", "txt"}.isdisjoint(extensions):
         return f"run {sniffer.import_command(os.path.dirname(path))}"
     return (
-        "write the shard again with the files of each sample next to each other, and without samples that lack one of "
-        "the two"
+        "write the shard again with the files of each sample next to each other, and without samples that lack an "
+        "image or a label"
     )
 
 
