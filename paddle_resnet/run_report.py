@@ -501,11 +501,12 @@ def _without(argv, flags):
 def write_classes(
     options: Options, result: dict[str, Any], classes: Sequence[str], epoch: int, is_best: bool = True
 ) -> dict[str, Any]:
-    """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes no
-    files, because a benchmark does not evaluate the entire data set.
+    """Write the metrics of each class and, without --multi-label, the confusion counts next to the report, on rank 0. A
+    benchmark writes no files, because a benchmark does not evaluate the entire data set.
 
     REPORT.classes.csv has one line per class, with the columns label, class, images, correct, top1, precision, recall,
-    f1, epoch. REPORT.averages.csv has one line for the macro average and one line for the weighted average, with the
+    f1, epoch (for the columns with --multi-label, see tasks/multi_label.py). REPORT.averages.csv has one line for the
+    macro average and one line for the weighted average, with the
     columns average, precision, recall, f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction
     that occurred, the most frequent pair first, with the columns label, predicted, images, class, predicted_class,
     epoch. REPORT.predictions.csv is written if --report-html is set and --predictions does not specify a different

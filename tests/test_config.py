@@ -665,7 +665,10 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--mask-algo mask_1d", ["--mask-algo mask_1d: requires --prune-model; add it, or remove --mask-algo"]),
         ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
         ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
-        ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use --patience 0, or remove --run-scope"]),
+        (
+            "--patience 3 --run-scope train_only",
+            ["--patience 3: requires evaluations; use --patience 0, or remove --run-scope"],
+        ),
         (
             "--tensorboard-dir d --benchmark",
             ["--tensorboard-dir d: not supported with --benchmark; remove one of them"],

@@ -55,7 +55,7 @@ class Steps:
             return self._step(len(images))(images)
 
     def host_images(self, count: int) -> np.ndarray:
-        """See model.Model.host_images."""
+        """Return an array with undefined content for `count` images, at most max(sizes); see Model.host_images."""
         with static.scope_guard(self._network.scope):
             return self._step(count).host_images()[:count]
 

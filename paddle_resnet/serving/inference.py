@@ -236,8 +236,8 @@ def open_paddle(folder: str | Path, device: str, logits: bool = False) -> Model:
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
-    # The files are read in Python, because Paddle cannot open paths that are not valid UTF-8. Their sizes and hashes
-    # are checked, because Paddle 2.6.2 crashes (segmentation fault) if model.pdmodel is not a program.
+    # The files are read in Python, because Paddle cannot open paths that are not valid UTF-8. The sizes and hashes of
+    # the files are checked, because Paddle 2.6.2 crashes (segmentation fault) if model.pdmodel is not a program.
     entries = description["files"]
     try:
         program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)

@@ -61,7 +61,7 @@ class Network:
 
     @property
     def outputs(self) -> list[static.Variable]:
-        """[probabilities], or [probabilities, features]."""
+        """[probabilities] or, if the network was loaded with features=True, [probabilities, features]."""
         return [self.probabilities] if self.features is None else [self.probabilities, self.features]
 
     @property
@@ -110,8 +110,8 @@ def load_checkpoint(
         as_evaluated: whether to keep the layout, the number of channels and the kernels of the run's evaluations, so
             that the results have the rounding errors of these evaluations, if they were in float32. The input has
             three channels in this layout.
-        temperature: temperature by which to divide the logits, or None. The parameters of the last layer are divided
-            by it, so that the network needs no further operator.
+        temperature: temperature by which to divide the logits, or None. The parameters of the last layer are divided by
+            the temperature, so that the network needs no further operator.
         features: whether the network also returns the input of its last layer.
     Returns:
         Network.

@@ -190,8 +190,8 @@ def scale(size: tuple[int, ...], preprocessing: dict[str, Any]) -> float:
 
 
 def crop_start(size: int, scale: float, crop: int) -> float:
-    """Return the position of the crop's first edge on one axis, in pixels of the image from its first edge. It is
-    negative if the crop repeats pixels of the edge.
+    """Return the position of the crop's first edge on one axis, in pixels of the image from its first edge. The
+    position is negative if the crop repeats pixels of the edge.
 
     Args:
         size: height or width of the image.

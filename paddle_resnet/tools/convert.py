@@ -247,7 +247,7 @@ def locked(output: str | Path) -> Iterator[None]:
             yield
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # raised if the folder contains files
+            with contextlib.suppress(OSError):  # a folder that contains files is kept
                 os.rmdir(output)
 
 
@@ -562,7 +562,7 @@ def _write_folders(output, split, images, classes, pool, report):
     for number, image in enumerate(images):
         name = os.path.basename(image.name)
         place = os.path.join(split, classes[image.label], name)
-        if place in taken:  # images of different folders of the source belong to the same class
+        if place in taken:  # images from different folders of the source have the same name and the same class
             place = os.path.join(split, classes[image.label], f"{number:08d}_{name}")
         taken.add(place)
         tasks.append((image, os.path.join(output, place)))

@@ -282,7 +282,7 @@ def test_verify_checks_labels_against_num_of_class(copy, capsys):
     (root / "classes.txt").unlink()
     assert dataset.main(["verify", str(root), "--num-of-class", "3"]) == 0
     assert dataset.main(["verify", str(root), "--num-of-class", "2"]) == 1
-    assert "has label 2, which is not one of 2 classes" in capsys.readouterr().out
+    assert "has label 2, which is not a whole number from 0 to 1" in capsys.readouterr().out
 
 
 READ_IMAGES = """

@@ -1,7 +1,8 @@
 """`python -m paddle_resnet.dataset import`: list data sets in layouts that training cannot read, for convert.write.
 
-Each module in KINDS reads one kind of source. Its function `read` takes the source and Options, and returns ({split:
-[Image]}, class names in label order or None if the classes have only numbers). The other modules are shared.
+Each module in KINDS reads one kind of source with its function `read`, which takes the source and Options, and returns
+({split: [Image]}, class names in label order or None if the classes have only numbers). Several kinds share the modules
+that are not in KINDS.
 """
 
 import hashlib
@@ -64,7 +65,7 @@ def read(
         (kind, {split: [Image]}, class names in label order or None)
     Raises:
         UsageError: the source does not exist, its kind is unknown or does not use an option, all its training images
-            belong to one class, or it is damaged, incomplete or contradicts itself.
+            belong to one class, or the source is damaged, incomplete or contradicts itself.
     """
     options = options or Options()
     if not os.path.exists(source):

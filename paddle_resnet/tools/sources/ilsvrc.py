@@ -1,8 +1,9 @@
 """Read ImageNet (ILSVRC2012) as it is downloaded, without unpacking archives.
 
 The training images are in ILSVRC2012_img_train.tar, which contains n01440764.tar and so on, in these inner archives, or
-in class folders. The validation images are in class folders, or in ILSVRC2012_img_val.tar or a folder without class
-folders; then, a separate file contains their labels. A label is the index of the class among the sorted WordNet ids.
+in class folders. The validation images are in class folders, in ILSVRC2012_img_val.tar, or in a folder without class
+folders. If validation images are not in class folders, a separate file contains their labels. A label is the index of
+the class among the sorted WordNet ids.
 """
 
 import contextlib

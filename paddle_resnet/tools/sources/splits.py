@@ -41,7 +41,7 @@ def files(source: str, pattern: str, options: Options) -> dict[str, list[str]]:
             found[split].append(os.path.join(source, relative))
             sets[tuple(part for part in parts if split_of(part) is None)].append(relative)
     if not found:
-        raise UsageError(f"{source}: contains no files of this kind; use the folder that contains them")
+        raise UsageError(f"{source}: contains no files of the kind that --as sets; use the folder that contains them")
     if len(sets) > 1:
         shown = ", ".join(os.path.join(*parts) or "." for parts in [*sets][:5])
         folders = (os.path.join(source, *parts) for parts in sets if any(parts))
@@ -120,7 +120,10 @@ def numbered(source, labels, names, place, from_one=False, flag=None):
             if not label.strip():
                 raise UsageError(f"{place(i)}: has no label; write it, or remove the image")
             if label not in label_of:
-                raise UsageError(f"{place(i)}: label {label[:50]} is not one of {counted(len(names), 'class name')}")
+                raise UsageError(
+                    f"{place(i)}: label {label[:50]} is not one of {counted(len(names), 'class name')}; correct it, or "
+                    "remove the image"
+                )
         return [label_of[label] for label in labels], [*names]
     limit, what = (len(names), f"{len(names)} class names") if names else (len(labels), f"{len(labels)} images")
     low, high = (min(labels), max(labels)) if kinds == {int} else (0, 0)

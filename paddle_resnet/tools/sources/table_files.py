@@ -128,7 +128,9 @@ def _delimiter(path, lines, delimiter):
     if delimiter is None:
         return sniffer.delimiter(lines[0]) if lines else ","
     if len(delimiter) != 1:
-        raise UsageError(f"--delimiter {delimiter!a}: must be a single character to read {path}; use one such as ,")
+        raise UsageError(
+            f"--delimiter {delimiter!a}: not a single character, which is required for {path}; use, for example, ','"
+        )
     return delimiter
 
 
@@ -150,8 +152,8 @@ def _columns(path, folder, split, images, options):
             raise UsageError(f"{path}: the columns {shown} are all candidates for {flag}; set it to one of them")
         return candidates[0] if candidates else None
 
-    # The columns whose first value is an image, if possible with a known name. Several columns, such as id and path,
-    # may name the same image.
+    # The candidates for the column of images are the columns whose first value is an image, if possible with a known
+    # name. Several columns, such as id and path, may name the same image.
     at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
     first = {i: images.find(Row(cells[0][1][i], "", split, "", folder)) for i in range(len(header)) if cells}
     named = [i for i in at_images if first.get(i)]

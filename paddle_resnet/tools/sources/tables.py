@@ -2,7 +2,7 @@
 
 table_files.py and official.py read the rows. This module finds the image of each row, and numbers the classes. Labels
 that are numbers remain unchanged, unless a file with class names contains the names of labels 1 to N. Text labels are
-numbered in the order of this file or, without it, in sorted order.
+numbered in the order of the file with class names or, without such a file, in sorted order.
 """
 
 import os
@@ -76,8 +76,8 @@ def _check_validation(source, splits, names):
 
 
 def _chosen(source, rows):
-    """Return the rows of the training and validation splits. Without validation images, those of the test split take
-    their place."""
+    """Return the rows of the training and validation splits. If there are no validation images, the rows of the test
+    split become those of the validation split; otherwise, the test split is left out."""
     counts = {split: sum(row.split == split for row in rows) for split in (None, *SPLITS)}
     rename = {None: "train", "train": "train", "val": "val", "test": None if counts["val"] else "val"}
     if counts["test"]:
@@ -185,7 +185,9 @@ def _found(root, rows, images, allow_partial):
         if path in place_of:
             raise UsageError(f"{row.place}: {row.image} is also in {place_of[path]}; remove one of the lines")
         if not place_of and _ELSEWHERE.match(row.image) and not os.path.exists(row.image):
-            logger.warn(f"{row.place}: {row.image} does not exist; {path} in {root}, the longest end of it, is used")
+            logger.warn(
+                f"{row.place}: {row.image} does not exist, so {path} in {root} is used; check that it is the same image"
+            )
         place_of[path] = row.place
         paths.append(path)
     if missing:
@@ -207,9 +209,9 @@ def _numbered(source, rows, names):
         UsageError: a row has no label or several labels, or its label is not a class.
     """
     for row in rows:
-        if not row.label or row.label.lower() == "nan":  # pandas
+        if not row.label or row.label.lower() == "nan":  # pandas writes nan for a missing value
             raise UsageError(f"{row.place}: has no label; write it, or remove the line")
-        # Several numbers, or a list or an object in JSON or Python.
+        # The cell contains several numbers, or a list or an object in JSON or Python.
         if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+|\[.*\]|\{.*\}", row.label):
             raise UsageError(
                 f"{row.place}: has several labels ({row.label[:50]}); the import writes one label per image, so "
@@ -290,8 +292,8 @@ def _rows_of_folder(root, images, options):
     tables = _tables(root, images, options)
     if not tables:
         raise UsageError(
-            f"{root}: contains no table with the columns of images and labels; choose them with --image-column and "
-            "--label-column"
+            f"{root}: contains no table with columns of images and labels; set --image-column and --label-column to "
+            "the names of these columns"
         )
     return table_files.read(tables, root, images, options), None
 

@@ -130,7 +130,7 @@ def _features(path, start, payload):
     try:
         features = tfrecord.example_features(payload)
     except ValueError as e:
-        raise UsageError(f"{path}: the record at byte {start} is {e}; use a file of examples") from e
+        raise UsageError(f"{path}: the record at byte {start} is {e}; write the file again with Examples") from e
     found = {}
     for name, feature in features.items():
         kind = feature.WhichOneof("kind")

@@ -51,7 +51,9 @@ def test_several_data_sets(tmp_path):
 
 
 def test_no_files(tmp_path):
-    with pytest.raises(UsageError, match=f"^{tmp_path}: contains no files of this kind; use the folder that contains"):
+    with pytest.raises(
+        UsageError, match=f"^{tmp_path}: contains no files of the kind that --as sets; use the folder that contains"
+    ):
         files(tmp_path, ["a.y"])
 
 

@@ -203,7 +203,7 @@ BAD = {
     ),
     "not an example": (
         lambda root: put(root / "train0.tfrec", b"\3" + bytes(7) + record_checksums()),
-        "train0.tfrec: the record at byte 0 is not a tf.train.Example; use a file of examples",
+        "train0.tfrec: the record at byte 0 is not a tf.train.Example; write the file again",
     ),
 }
 

@@ -99,7 +99,7 @@ def test_label_may_be_the_last_of_several_folders(tmp_path, capsys):
         assert (warning in capsys.readouterr().err) == (depth is None)
         images = [image for of_split in splits.values() for image in of_split]
         assert all(color_of(read_image(image)[0]) == image.label % 4 for image in images)
-    assert "use a smaller --class-depth" in error_of_import(tmp_path / "x", capsys, "--class-depth", "-9")
+    assert "use a --class-depth closer to 0" in error_of_import(tmp_path / "x", capsys, "--class-depth", "-9")
 
 
 def test_lists_of_paths_in_class_folders(tmp_path):
