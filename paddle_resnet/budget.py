@@ -81,7 +81,7 @@ def is_needed(args: values.Settings, checkpoint: "StartCheckpoint | None") -> bo
 
 def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluation: Any) -> values.Settings:
     """Choose --epochs and, unless it is explicit, --warmup-epochs, and adapt the learning-rate schedule. The programs
-    do not depend on these flags. Rank 0 chooses for all processes.
+    are not changed, because they do not depend on --epochs or --warmup-epochs. Rank 0 chooses for all processes.
 
     Args:
         args: flags.

@@ -39,7 +39,8 @@ def write_sample(output: str | Path) -> tuple[int, int]:
     Returns:
         (number of training images, number of validation images).
     Raises:
-        UsageError: the folder exists and does not contain exactly these files, or another process is writing it.
+        UsageError: the folder exists and does not contain exactly the files of the sample, or another process is
+            writing the folder.
         OSError: the folder cannot be written.
     """
     from sklearn.datasets import load_digits
@@ -315,7 +316,10 @@ def _add_import(commands):
         command.add_argument(flag, metavar="NAME", help=f"column or feature with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
     command.add_argument(
-        "--label-index", type=numbers.integer(0, 999), metavar="N", help="index of the label in records with several"
+        "--label-index",
+        type=numbers.integer(0, 999),
+        metavar="N",
+        help="index of the label in records with several labels",
     )
     command.add_argument(
         "--class-depth",
@@ -440,7 +444,8 @@ def _add_duplicates(commands):
         commands,
         "duplicates",
         _run_duplicates,
-        "find validation images that are also, or nearly, in train; exit code 1 if it finds any or cannot compare all",
+        "find validation images that are also, or nearly, in train; exit code 1 if there are any, or some images "
+        "cannot be compared",
     )
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
@@ -514,7 +519,9 @@ def _run_duplicates(args: argparse.Namespace):
     for name, problem in [*report.unreadable.items()][: duplicates.SHOWN]:
         logger.write_line(printable(f"{name} {problem}"), sys.stderr)
     if (more := len(report.unreadable) - duplicates.SHOWN) > 0:
-        logger.write_line(f"{counted(more, 'more image')} cannot be compared; see `verify`", sys.stderr)
+        logger.write_line(
+            f"{counted(more, 'more image')} cannot be compared; run `dataset verify` to list them", sys.stderr
+        )
     if args.csv == "-":
         duplicates.write_csv(report, sys.stdout)
     elif args.json:

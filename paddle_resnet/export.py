@@ -36,7 +36,7 @@ TIE = 1e-4
 MAP_TOLERANCE = 1e-3
 PROBABILITY_TOLERANCE = 1e-4
 # Earlier versions computed losses on a CPU with Paddle's cross entropy, which raises logits to at least the maximum
-# minus 64, so the losses that they recorded can be lower. Their checkpoints lack the key "cpu" in meta.json.
+# minus 64, so the losses that they recorded can be lower. The meta.json of their checkpoints lacks the key "cpu".
 EARLIER_CLIP = 64
 TRITON_MAX_BATCH = 64
 SPEED_BATCH, SPEED_S = 8, 0.5  # images per batch, and minimum duration, of the comparison of INT8 with float32
@@ -99,14 +99,14 @@ def export(
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
         verify: folder of a data set, or None. On the validation images of this data set, the results of all exported
             networks must match those of the checkpoint.
-        uint8: if True, the input "images" is uint8 [N, H, W, 3], and the network normalizes it. If False, the input is
+        uint8: if True, the input "images" is uint8 [N, H, W, 3], and the network normalizes it; if False, the input is
             normalized float32 [N, 3, H, W]. The output is float32 probabilities [N, classes]. The layout of the network
             is always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see networks.load_checkpoint.
-        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
-            has the type `precision`, unless the checkpoint was trained with --qat: then model.onnx is quantized for
-            onnxruntime.
+        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If `int8` is None,
+            model.onnx has the type `precision`, unless the checkpoint was trained with --qat: then model.onnx is
+            quantized for onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
         precision: "float32" or "float16". In float16, the input, the output and the softmax remain float32, and Paddle
             can run the network only on a GPU.
@@ -143,7 +143,7 @@ def export(
     if os.path.lexists(output):
         # If the arguments are in the wrong order, `output` is a run, which must not be removed.
         is_export = (output / "model.json").is_file()
-        remedy = "remove it or choose a different folder" if is_export else "choose a different folder"
+        remedy = "remove the folder or choose a different one" if is_export else "choose a different folder"
         raise UsageError(f"OUT {output}: already exists; {remedy}")
     with signals.importing_paddle():
         from paddle_resnet.machine import compat, gpus
@@ -558,7 +558,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
         model: Model to evaluate.
         image_root, allow_outside: see _verify.
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
-            --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
+            --dali-output-fp16 and --tta; if False, images are not rounded to float16 and not mirrored.
         keep: function that is called with (logits [N, classes], labels [N, 1]) of each batch, or None.
     Raises:
         UsageError: the data set cannot be used.

@@ -25,12 +25,12 @@ NAMES = (lr_curve.DATA, lr_curve.DRAWING)
 LEAST_STEPS = 20  # a shorter curve has no clear shape
 # Flags of train.py that a search does not support: (name, problem and remedy).
 UNSUPPORTED = (
-    ("resume", "not supported by lr_find, which starts a new run; remove it"),
+    ("resume", "not supported by lr_find, which starts a new run; remove the flag"),
     ("from_checkpoint", "not supported by lr_find, which starts a new run; use --from-pretrained-params"),
-    ("benchmark", "not supported by lr_find; remove it"),
-    ("print_config", f"not supported by lr_find; use it with {program('train')}"),
+    ("benchmark", "not supported by lr_find; remove the flag"),
+    ("print_config", f"not supported by lr_find; use the flag with {program('train')}"),
 )
-# Flags of a configuration file for train.py that a search ignores, but that are errors on its command line.
+# Flags that lr_find ignores in a configuration file for train.py, but that are errors on the command line of lr_find.
 IGNORED = ("inference_dir", "predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
 
 
@@ -122,7 +122,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, values.Settings]:
             raise UsageError(f"{flag_name(name)}{'' if value is True else f' {value}'}: {remedy}")
     for name in IGNORED:
         if args.origin(name) == "command line" and getattr(args, name) is not None:
-            raise UsageError(f"{flag_name(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
+            value = text(getattr(args, name))
+            raise UsageError(f"{flag_name(name)} {value}: not supported by lr_find; remove the flag")
     # Benchmark mode neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args

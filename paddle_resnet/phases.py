@@ -196,7 +196,7 @@ def open_data(
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)
-    if checkpoint is None:  # a run that continues checks --profile-steps before its first step, whose position it knows
+    if checkpoint is None:  # for a run that continues, program.run checks --profile-steps, when the position is known
         steps = len(train_loader or eval_loader)
         if trains:
             uniform = durations.uniform(args.accumulate_steps, steps)
@@ -271,7 +271,8 @@ def _training(args, startup_prog, lr_scheduler, class_images):
 def _initialize(exe, startup_prog, *later):
     """Run the startup program of the first stage. The startup programs of later stages then run only the operators that
     initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
-    freezes. Their other operators are removed, because they would reset the variables that all stages share."""
+    freezes. All other operators in the startup programs of later stages are removed, because they would reset the
+    variables that all stages share."""
     exe.run(startup_prog)
     initialized = {name for op in graph.block(startup_prog).ops for name in op.output_arg_names}
     for startup_prog in later:

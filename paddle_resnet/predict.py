@@ -495,7 +495,8 @@ def _drawer(folder, model):
             problem = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else e
             logger.write_line(printable(f"{path} {problem}"), sys.stderr)
             return None
-        # The number makes names unique. The length of a file name is limited to 255 bytes.
+        # The number of the image makes file names unique. Only the end of the image's name is kept, because file
+        # systems limit a name to 255 bytes.
         name = os.fsdecode(os.fsencode(os.path.basename(path))[-200:])
         target = os.path.join(folder, f"{number:06d}_{name}.jpg")
         try:

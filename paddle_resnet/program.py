@@ -1,5 +1,5 @@
-"""The functions with fixed signatures: build and compile the static-graph programs, and run them epoch by epoch. Their
-implementation is in step/."""
+"""The functions with fixed signatures: build and compile the static-graph programs, and run them epoch by epoch. The
+modules in step/ implement these functions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -91,7 +91,8 @@ def outputs(settings: output.Settings, evaluates: bool, is_multi_label: bool = F
 
 def announced(settings: output.Settings, evaluates: bool, is_multi_label: bool = False) -> set[str]:
     """Return the keys of outputs() for which outputs.claim need not log a warning: the report and, if the report
-    exists, its tables. Either this module logs that the run replaces them, or a resumed run continues them."""
+    exists, its tables, because either this module logs that the run replaces these files, or a resumed run continues
+    them."""
     if not Path(settings.report_file).is_file():
         return {"--report-file"}
     kinds = tables(settings, evaluates, is_multi_label)
@@ -475,7 +476,7 @@ def _summary(trained, evaluated, best, last):
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        # Older checkpoints lack some of these metrics.
+        # The best result in an older checkpoint may lack some metrics.
         data |= {f"best.val.{name}": best[name] for name in names if name in best}
     return data
 
@@ -517,7 +518,7 @@ def write_classes(
         result: result of program.run with Mode.EVAL.
         classes: class names in label order; the network may have more outputs than there are names.
         epoch: epoch of the evaluated parameters.
-        is_best: whether the evaluation is the best of the run so far. If False, existing files are not replaced.
+        is_best: whether the evaluation is the best of the run so far; if not, existing files are not replaced.
     Returns:
         the result without its arrays.
     Raises:

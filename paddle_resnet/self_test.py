@@ -232,8 +232,8 @@ def _losses(report):
 
 
 def _compared(each, losses, problem, golden, is_exact, others):
-    """Return the Row of a run: compare its losses with the recorded losses `golden` and, if `others` contains the run's
-    twin, with those of the twin."""
+    """Return the Row of a run: compare its losses with the recorded losses `golden` and, if `others` contains the run
+    `each.twin`, with the losses of `each.twin`."""
     if problem is not None:
         return Row(each.what, problem, "no", each.remedy)
     difference = _difference(losses, golden)

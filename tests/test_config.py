@@ -1272,7 +1272,7 @@ def test_warnings_depend_on_all_flags_of_a_combination(text, expected):
 def test_warnings_depend_on_source_of_flags():
     for flags, obstacle in (("--benchmark", "--benchmark"), ("--run-scope eval_only", "--run-scope eval_only")):
         args = parse(f"--budget-minutes 5 --from-checkpoint d {flags}")
-        warning = f"--budget-minutes 5: has no effect with {obstacle}; remove it"
+        warning = f"--budget-minutes 5: has no effect with {obstacle}; remove --budget-minutes"
         assert list(validation.warnings(args)) == [warning]
         args.set("checkpoint d", budget_minutes=5)
         assert list(validation.warnings(args)) == []

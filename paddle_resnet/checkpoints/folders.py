@@ -288,10 +288,9 @@ def prefix(folder: str | Path, model_prefix: FlagValue) -> Path:
 
 
 def foreign_prefix(folder: str | Path, model_prefix: FlagValue) -> str:
-    """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if this
-    flag is explicit. Otherwise, it is NVIDIA's prefix or the value of --model-prefix if the folder contains a .pdparams
-    file with this prefix; otherwise, it is the only prefix in the folder or, if there are none or several, NVIDIA's
-    prefix."""
+    """Return the file prefix in a checkpoint folder that another program wrote: --model-prefix if this flag is
+    explicit; otherwise, NVIDIA's prefix or the value of --model-prefix if the folder contains a .pdparams file with
+    this prefix; otherwise, the only prefix in the folder or, if there are none or several, NVIDIA's prefix."""
     if model_prefix.is_explicit:
         return model_prefix.value
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
@@ -301,7 +300,7 @@ def foreign_prefix(folder: str | Path, model_prefix: FlagValue) -> str:
 
 def is_foreign(folder: str | Path) -> bool:
     """Return whether a folder contains parameters that this project did not write, such as a checkpoint of NVIDIA's
-    example. Such a folder contains neither meta.json nor .unfinished."""
+    example: .pdparams files without meta.json and .unfinished."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -494,8 +493,9 @@ def _target(path):
 
 
 def newest(root: str | Path) -> Path | None:
-    """Return the most recently written checkpoint with a valid meta.json below ROOT. If there is none, return the
-    checkpoint of another program with the highest epoch number, or None. The files are not verified."""
+    """Return the most recently written checkpoint with a valid meta.json below ROOT. If no checkpoint has a valid
+    meta.json, return the checkpoint of another program with the highest epoch number, or None. The files are not
+    verified."""
     valid, others = newest_first(root)
     foreign = [folder for folder, _ in others if is_foreign(folder)]
     return valid[0][0] if valid else next(reversed(foreign), None)

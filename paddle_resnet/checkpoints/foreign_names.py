@@ -3,8 +3,8 @@ of this project, and weights of this project to the names of timm.
 
 A rule translates the name of a layer. The rule's regular expression captures the numbers that identify the layer's
 block, and * in the replacement stands for the corresponding block in this project. Blocks are matched by order: the
-block with the n-th lowest numbers corresponds to the n-th block of this project's network. The opposite direction uses
-the same rules: a name is the inverse of a rule if the rules translate it back.
+block with the n-th lowest numbers corresponds to the n-th block of this project's network. The same rules translate
+this project's names into foreign names: a foreign name is valid if the rules translate it into the original name.
 """
 
 import itertools
@@ -264,7 +264,7 @@ def _pphgnet_v2(aggregations, head):
 
 _HEAD = ("head",)
 _LITE_OF_TIMM = "timm's tf_efficientnet_lite"  # see look_alikes.py
-# The keys are the names of the modules in models/ that define the networks.
+# The keys of LAYOUTS are the names of the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
         Layout("torchvision, timm, paddle.vision", _RESNET),

@@ -1,8 +1,8 @@
 """Networks of timm and torchvision whose weights have the same names and shapes, but whose outputs differ.
 
 tests/checkpoints/look_alikes.py compared all classifiers in timm 1.0.31 and torchvision 0.28.0, and their outputs for
-the same random weights. Networks that LOOK_ALIKES does not contain have no look-alikes in these versions of timm and
-torchvision.
+the same random weights. Networks that LOOK_ALIKES does not contain have no look-alikes in timm 1.0.31 and torchvision
+0.28.0.
 """
 
 from collections.abc import Iterable

@@ -3,9 +3,9 @@ and `best` point to the newest checkpoint and to the checkpoint with the best ev
 
 PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the optimizer state, the learning rate,
 the loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains the
-EMA of each weight instead of its current value. variables.py reads these files. meta.json contains the position of the
-run and the state of each process's loader. Within an epoch, each process has its own BN statistics. bn_rankN.npz
-contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
+EMA of each weight instead of its current value. variables.py reads the files with the prefix PREFIX. meta.json contains
+the position of the run and the state of each process's loader. Within an epoch, each process has its own BN statistics.
+bn_rankN.npz contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class Saver:
     def save_if_due(
         self, stop: durations.Stop, trained: dict[str, Any] | None, evaluated: dict[str, Any] | None
     ) -> None:
-        """Save a checkpoint at a stop if --save-interval requires it, if the evaluation there is the best so
-        far, or if --patience ends the run. For exceptions, see save()."""
+        """Save a checkpoint at a stop if --save-interval requires a checkpoint, if the evaluation at the stop is the
+        best so far, or if --patience ends the run. For exceptions, see save()."""
         step = stop.place().get("step")
         is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
         if stop.saves or is_best or self.ends_early:
@@ -401,9 +401,9 @@ class Saver:
         self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run. Keep the best checkpoint, the newest N checkpoints,
-        and the newest N checkpoints at the end of an epoch, where N is --keep-checkpoints. Checkpoints of other runs
-        are not deleted."""
+        """Set the links `latest` and `best`, and delete old checkpoints of this run. Keep the best checkpoint, the
+        newest N checkpoints, and the newest N checkpoints at the end of an epoch, where N is --keep-checkpoints.
+        Checkpoints of other runs are not deleted."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)
@@ -416,7 +416,8 @@ class Saver:
                 folders.delete(folder)
 
     def _mark(self, marker, name):
-        """Set a link. If the link cannot be set, log only a warning, because --resume does not use the links."""
+        """Set the link `latest` or `best`. If the link cannot be set, log only a warning, because --resume does not use
+        the links."""
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:

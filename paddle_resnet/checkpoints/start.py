@@ -15,10 +15,10 @@ class StartCheckpoint:
     Attributes:
         folder: path of the checkpoint.
         epoch: epoch in which training continues.
-        step: number of completed steps in this epoch. With --accumulate-steps, every batch counts as a step.
+        step: number of completed steps in `epoch`. With --accumulate-steps, every batch counts as a step.
         meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
-            If False, this run restores only the variables, and begins with `epoch`.
+            If `resumes` is False, this run restores only the variables, and begins with `epoch`.
         label: name of the checkpoint in messages: the flag that selected the checkpoint, and the folder.
     """
 

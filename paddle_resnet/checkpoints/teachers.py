@@ -147,7 +147,8 @@ def check_classes(program: static.Program, classes: Sequence[str]) -> None:
 
 
 def load(program: static.Program, place: variables.Place) -> None:
-    """Load the weights of the teacher of a training program, if it has one. Later stages share these variables.
+    """Load the weights of the teacher of a training program, if it has one. Later stages share the variables of the
+    teacher.
 
     Args:
         program: training Program; the weights are stored in the global scope.

@@ -4,7 +4,8 @@ all names, shapes and types must match, except for the width of floating-point t
 flags allow (LoadOptions). Parameters are stored in float32, regardless of the training precision.
 
 PREFIX.pdema contains averages of the weights (such as those of --ema) in the format of PREFIX.pdparams. If a checkpoint
-contains this file, evaluation, prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
+contains PREFIX.pdema, evaluation, prediction, export and --from-pretrained-params read PREFIX.pdema instead of
+PREFIX.pdparams.
 """
 
 import contextlib

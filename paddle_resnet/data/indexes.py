@@ -70,7 +70,7 @@ def open_index(shard: str, kind: Kind, skip: frozenset[int] = frozenset()) -> In
     Args:
         shard: path of the record file.
         kind: Kind of the record format.
-        skip: offsets of images to omit. The index without these images is written to the cache folder.
+        skip: offsets of images to omit from the index; an index that omits images is written to the cache folder.
     Returns:
         Index.
     Raises:

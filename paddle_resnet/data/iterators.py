@@ -71,8 +71,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
             smaller.
         data_set: the data set that the pipeline reads.
         image_root: folder of the data set.
-        conditions: settings to store in state(). A loader that resumes from the state compares these settings with its
-            own.
+        conditions: settings to store in state(), because a loader that resumes from the state compares the stored
+            settings with its own settings.
         step: number of batches that had been yielded in the current epoch when the pipeline's checkpoint was saved.
         epoch: number of epochs that were complete when the pipeline's checkpoint was saved.
     Raises:

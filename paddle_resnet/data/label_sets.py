@@ -278,7 +278,7 @@ def _table(root, mode, names, is_trained):
     images = [os.path.join(within, image) for image in table.images]
     for image in images:
         if "\0" in image or (not root.allow_outside and is_outside(image, image_root)):
-            raise UsageError(f"{path}: {image!a} is outside {image_root}; correct it, or add --allow-outside")
+            raise UsageError(f"{path}: {image!a} is outside {image_root}; correct the path, or add --allow-outside")
     rows = [sorted({number_of[name] for name in row}) for row in table.labels]
     kept = [i for i, image in enumerate(images) if os.path.normpath(image) not in root.skip]
     images = [images[i] for i in kept]
@@ -365,7 +365,7 @@ def _record_labels(records):
     return rows
 
 
-@functools.cache  # a run calls this several times; size and mtime_ns invalidate the result if the file changes
+@functools.cache  # a run calls this function several times; size and mtime_ns invalidate the result if the file changes
 def _labels_of(path, size, mtime_ns):
     """Return {offset: labels} of all records of a RecordIO file."""
     offsets = indexes.open_index(path, recordio.INDEX).images[:, 0].tolist()
@@ -443,7 +443,7 @@ def listed(root: Root, mode: Mode) -> list[Image]:
 
 
 def _record_images(records):
-    """Yield an Image for each record. The kind of these images is a function, so that formats.read_image accepts
+    """Yield an Image for each record. The `kind` of each Image is a function, so that formats.read_image accepts
     records with several labels."""
     for image in records.images(0):
         yield Image(image.name, image.path, None, recordio.read_content, image.place[:1])

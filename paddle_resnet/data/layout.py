@@ -152,9 +152,9 @@ def _missing(image_root, mode):
     elif advice := sniffer.advice(image_root, only_certain=True):
         remedy = advice
     elif data_format == "folder" and mode is Mode.EVAL:
-        remedy = f"create it, or {_split_command(folder.split_folder(image_root, mode.TRAIN), image_root)}"
+        remedy = f"create the folder, or {_split_command(folder.split_folder(image_root, mode.TRAIN), image_root)}"
     else:
-        remedy = "create it"
+        remedy = "create the folder" if data_format == "folder" else f"create {wanted}"
     wanted = f"folder {wanted}" if data_format == "folder" else wanted
     return UsageError(
         f"--image-root {image_root}: has no {wanted}; {remedy}, or use only {there} with --run-scope {scope.value}"

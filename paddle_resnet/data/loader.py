@@ -231,7 +231,7 @@ def create_pipeline(
         prefetch_queue_depth=options.dali_prefetch,
         # With the dynamic executor (DALI's default), the Paddle plugin releases a batch while Paddle is still copying
         # it. With the older executor, DALI itself copies the batch, and DALI's stream waits for the copy before the
-        # buffer is reused. Both executors are equally fast (benchmarks/log/kernels_h200.md).
+        # buffer is reused. The dynamic and the older executor are equally fast (benchmarks/log/kernels_h200.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,

@@ -82,8 +82,8 @@ def match(
             "after are those of different images; to continue with the same images, move the new files to a different "
             "folder"
         )
-    # Older checkpoints may contain conditions of flags that no longer exist. Such a flag had no effect if it was 0 or
-    # false.
+    # Older checkpoints may contain conditions of flags that no longer exist. A removed flag had no effect if it was 0
+    # or false.
     removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}
     changes = {
         name: f"{name} is {text(now)} and was {text(before.get(name))}"

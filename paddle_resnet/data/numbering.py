@@ -253,7 +253,7 @@ def _shown(path, names, class_names, classes):
 
 def _names(image_root, formats, sampled, offsets, num_of_class=None):
     """Return (path of the file with class names, its names, its names) or, without such a file, (None, names that
-    identify the classes, names for reports) from record files. The names are None if there are none."""
+    identify the classes, names for reports) from record files. None replaces the names that the record files lack."""
     if found := _list_names(image_root, formats):
         return *found[:2], found[1]
     if sampled:
@@ -316,7 +316,7 @@ def _check_lists(root, formats, offsets, classes, source):
                 continue
             is_checked = True
             if label_of[name] != label:
-                order = f"write the names of all class folders to {names} in the order of the labels, or correct them"
+                order = f"write the names of all class folders to {names} in label order, or correct the labels"
                 raise UsageError(
                     f"{path}: {file} has label {label + offsets[mode]}, but class "
                     f"{name} has label {label_of[name] + offsets[mode]} {source}; "
@@ -393,7 +393,7 @@ def _sample(image_root, formats):
     return dict(sampled)
 
 
-@functools.cache  # a run calls this several times; size and mtime_ns invalidate the result if the file changes
+@functools.cache  # a run calls this function several times; size and mtime_ns invalidate the result if the file changes
 def _examples(shard, count, size, mtime_ns):
     """Return [(label, synset, text)] of up to `count` evenly spaced examples in a TFRecord file."""
     rows = indexes.open_index(shard, tfrecord.INDEX).images.tolist()

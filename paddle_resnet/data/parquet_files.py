@@ -4,7 +4,7 @@ A file consists of groups of rows: the row groups of a Parquet file, or the reco
 (`save_to_disk`). A row contains the content of an image file, usually in a struct with the fields `bytes` and `path`,
 and a label. The schema's metadata lists the class names.
 
-This module imports neither DALI nor Paddle. It imports the optional package pyarrow when a file is opened.
+This module imports neither DALI nor Paddle, and the optional package pyarrow only when a file is opened.
 """
 
 import contextlib

@@ -175,7 +175,7 @@ class DataRoot:
 
         Args:
             mode: Mode.TRAIN or Mode.EVAL.
-            num_of_class: number of network outputs. If None, only the data set defines the classes.
+            num_of_class: number of network outputs. If num_of_class is None, only the data set defines the classes.
             seed: seed of the training order.
             allow_empty: whether class folders in train/ may be empty.
             trained: see numbering.establish.

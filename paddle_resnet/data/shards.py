@@ -141,8 +141,8 @@ def reader_arguments(name: str, shard_id: int, num_shards: int, shuffle: bool, s
         return {**arguments, "stick_to_shard": True}
     return {
         **arguments,
-        # With several processes, each reads a different shard in the next epoch. The shuffle buffer never mixes images
-        # of two epochs.
+        # With several processes, each process reads a different shard in the next epoch. The shuffle buffer never mixes
+        # images of two epochs.
         "stick_to_shard": False,
         "random_shuffle": True,
         "initial_fill": min(SHUFFLE_BUFFER, -(-size // num_shards)),

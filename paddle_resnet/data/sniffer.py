@@ -49,11 +49,11 @@ class Layout:
     Attributes:
         pattern: regular expression for the paths, relative to the data set, of the files that identify the layout. The
             paths of folders end in a slash. Upper and lower case are equivalent.
-        what: description of these files.
-        kind: kind of `dataset import` that reads these files, or None.
+        what: description of the files that match.
+        kind: kind of `dataset import` that reads the files, or None.
         todo: remedy for the user, as an imperative, or None if training or `dataset import` reads the files.
         needs: a second pattern that must match at least one path, or None.
-        is_native: whether training reads these files, so that no import is suggested.
+        is_native: whether training reads the files, so that no import is suggested.
         is_alone: whether only files count whose folders contain no images.
     """
 
@@ -125,7 +125,7 @@ LAYOUTS = (
     Layout(
         r"([^/]+/)?[^/]+\.json",
         "JSON files, which may contain the labels",
-        todo="write labels.csv with the columns file_name and label to this folder, and import it",
+        todo="write labels.csv with the columns file_name and label to this folder, and import the folder",
         needs=rf"((images?|imgs?|data|jpg|{_SPLIT}\d*)/)?{_IMAGE}",
     ),
 )
@@ -144,7 +144,7 @@ class Sight:
         what: description of the files, with at most five names.
         todo: remedy for the user, as an imperative, or None.
         kind: kind of `dataset import` that reads the files, or None.
-        is_certain: whether these files are probably the data set that the user means.
+        is_certain: whether the files found are probably the data set that the user means.
         root: the folder to import.
     """
 
@@ -277,8 +277,9 @@ def is_table(
 
     Args:
         path: the file.
-        image_column, label_column: names of these columns, or None for IMAGE_COLUMNS and LABEL_COLUMNS. Without a known
-            name, the images are a column whose first cell is an image, and the labels are the other one of two columns.
+        image_column, label_column: names of the columns of images and of labels, or None for IMAGE_COLUMNS and
+            LABEL_COLUMNS. If no column has a known name, the images are a column whose first cell is an image, and the
+            labels are the other column of a table with two columns.
         is_image: is_image(cell) returns whether the text of a cell is the path, name or id of an image.
     """
     if "submission" in os.path.basename(path).lower():  # the labels in Kaggle's sample_submission.csv are wrong

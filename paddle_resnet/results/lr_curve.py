@@ -29,7 +29,7 @@ class Curve:
     """Losses of training steps with an increasing learning rate.
 
     Attributes:
-        lr: learning rates, as values of --lr. The optimizer used `factor` times these rates.
+        lr: learning rates, as values of --lr; the optimizer used `factor` times the rates in this list.
         loss: loss of each step's batches, before the update. Only the last loss may be infinite, NaN or, in a curve
             that was read from a file, None.
         smoothed: result of smooth(loss); excludes the last loss if it is not finite.

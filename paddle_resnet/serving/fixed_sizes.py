@@ -30,8 +30,8 @@ class Steps:
 
     Args:
         network: networks.Network whose program contains an async copy of its outputs.
-        sizes: batch sizes. A batch of any other size is padded to the next larger size in this list. Calling the object
-            splits a batch that is larger than all sizes.
+        sizes: batch sizes. A batch of any other size is padded to the next larger size in `sizes`. Calling the object
+            splits a batch that is larger than all of `sizes`.
     """
 
     def __init__(self, network, sizes: Iterable[int]) -> None:
@@ -67,8 +67,8 @@ class Steps:
 
 
 class _Step:
-    """A step for one batch size. Its input is on the device, and a buffer in host memory receives images before they
-    are copied to the device."""
+    """A step for one batch size. The input of the step is on the device, and a buffer in host memory receives images
+    before they are copied to the device."""
 
     def __init__(self, network, size):
         args, images = network.args, network.images

@@ -39,7 +39,8 @@ class GradCam:
     """Computes class activation maps with Grad-CAM. The network runs in float32 with Paddle's kernels.
 
     Args:
-        network: result of networks.load_checkpoint, in float32 and NCHW. Operators are added to its program.
+        network: result of networks.load_checkpoint, in float32 and NCHW. GradCam adds operators to the program of the
+            network.
     Attributes:
         description: content of model.json.
     Raises:
@@ -61,7 +62,7 @@ class GradCam:
                     f"{_name(network)}: heat maps require that the logits depend on the last feature map through "
                     f"operators with gradients; {_REMEDY}"
                 )
-            # The sum instead of the paper's mean over all positions only scales the map. With the sum, the mean of a
+            # The sum instead of Grad-CAM's mean over all positions only scales the map. With the sum, the mean of a
             # class activation map plus the bias is the logit.
             weights = _op("reduce_sum", {"X": gradient}, dim=[2, 3], keep_dim=True)
             weighted = _op("elementwise_mul", {"X": features, "Y": weights})

@@ -1,10 +1,11 @@
 """Collect the flags of train.py, which components and groups declare as fields of their Settings, and build the parser.
 
 The kind of a flag determines which runs inherit it from a checkpoint. Evaluation inherits the flags of the kinds
-"network" and "preprocessing". Training that loads only the variables of --from-checkpoint inherits the same flags and,
-if the run that wrote the checkpoint used it, --asp. Fine-tuning (--from-pretrained-params) inherits --model-arch-name,
---image-shape and the flags of the kind "preprocessing". A resumed run inherits the flags of the kinds "network",
-"preprocessing", "recipe" and "saving". No run inherits the flags of the kinds "loader", "machine" and "output".
+"network" and "preprocessing". Training that loads only the variables of --from-checkpoint inherits the flags of the
+kinds "network" and "preprocessing" and, if the run that wrote the checkpoint used --asp, also --asp. Fine-tuning
+(--from-pretrained-params) inherits --model-arch-name, --image-shape and the flags of the kind "preprocessing". A
+resumed run inherits the flags of the kinds "network", "preprocessing", "recipe" and "saving". No run inherits the flags
+of the kinds "loader", "machine" and "output".
 
 The topic of a flag is the part of `--help all` that describes it; `--help` lists only the flags in MAIN, each with its
 help text up to the first semicolon.

@@ -102,7 +102,7 @@ class Stop(NamedTuple):
 
     @property
     def averages_bn(self) -> bool:
-        """Whether the processes average their BN statistics at this position. A run ends with averaged statistics even
+        """Whether the processes average their BN statistics at this stop. A run ends with averaged statistics even
         with --run-scope train_only, because `evaluates` is true at the end of every run."""
         return self.ends_epoch or self.evaluates
 

@@ -164,10 +164,11 @@ def warnings(settings: values.Settings) -> Iterator[str]:
         export = command("export", run_folder, settings.inference_dir)
         yield f"--inference-dir {settings.inference_dir}: a run exports no network; after training, run {export}"
     if settings.warmup_start_lr and not settings.warmup_epochs:
-        yield f"--warmup-start-lr {settings.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"
+        rate = f"{settings.warmup_start_lr:g}"
+        yield f"--warmup-start-lr {rate}: has no effect without --warmup-epochs; add it, or remove --warmup-start-lr"
     if settings.is_explicit("budget_minutes") and (settings.benchmark or not trains):
         obstacle = "--benchmark" if settings.benchmark else "--run-scope eval_only"
-        yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove it"
+        yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove --budget-minutes"
     for name in ("benchmark_steps", "benchmark_warmup_steps"):
         if settings.is_explicit(name) and not settings.benchmark:
             flag_and_value = f"{flag_name(name)} {getattr(settings, name)}"
@@ -369,7 +370,8 @@ def _conflicts_of_output(settings):
     for name in ("predictions", "report_html"):
         if getattr(settings, name) is not None and settings.data_format == "synthetic":
             yield Conflict(
-                f"{flag_name(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove it",
+                f"{flag_name(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove "
+                f"{flag_name(name)}",
                 (name,),
                 ("data_format",),
             )

@@ -33,9 +33,10 @@ from paddle_resnet.utils.errors import UsageError, core, counted, printable
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
-# Defaults of --distance and --similarity, from the 6.7 million pairs of 3,670 photographs of five flowers. Hashes: 23
-# pairs had at most this distance, all of the same photograph or scene; of the 10 pairs with distance 8, 4 were not.
-# Features of EfficientNet-Lite0: 17 pairs had at least this similarity, all of the same scene.
+# Defaults of --distance and --similarity, from the 6.7 million pairs of 3,670 photographs of 5 flowers. The hashes of
+# 23 pairs had at most the distance DISTANCE, and all of these pairs show the same photograph or scene; of the 10 pairs
+# with distance 8, 4 do not. The features of EfficientNet-Lite0 of 17 pairs had at least the similarity SIMILARITY, and
+# all of these pairs show the same scene.
 DISTANCE, SIMILARITY = 6, 0.95
 MAX_DISTANCE = 15  # maximum value of --distance; at larger distances, most pairs are unrelated
 SIDE, FREQUENCIES = 32, 8  # pixels and frequencies per direction of the perceptual hash
@@ -43,7 +44,7 @@ FILE, PIXELS, SIMILAR = "same file", "same pixels", "similar"
 SHOWN = 50  # maximum number of pairs to print
 _BANDS, _BAND_BITS = 4, 16  # number of parts of a hash, and bits per part; see neighbors
 _BLOCK = 1 << 16  # hashes to look up at once
-_SETS = np.array([i.bit_count() for i in range(1 << _BAND_BITS)], np.uint8)  # [i]: number of bits that are 1 in part i
+_SETS = np.array([i.bit_count() for i in range(1 << _BAND_BITS)], np.uint8)  # [i]: number of bits of i that are 1
 _DCT = np.cos(np.pi * (2 * np.arange(SIDE) + 1) * np.arange(FREQUENCIES)[:, None] / (2 * SIDE))
 _CONTEXT = multiprocessing.get_context("spawn")
 _PER_WORKER = 256  # minimum number of images per worker process, because starting a process takes a second
@@ -189,8 +190,7 @@ def neighbors(
     `distance` bits, each pair once. `queries` and `references` are uint64.
 
     If two hashes differ by at most d bits, one of their four parts differs by at most d / 4 bits (multi-index hashing:
-    Norouzi et al., arXiv:1307.2982). Therefore, each query is compared only with the references that have such a
-    part."""
+    Norouzi et al., arXiv:1307.2982), so each query is compared only with the references that have such a part."""
     radius = distance // _BANDS
     masks = [mask for mask, bits in enumerate(_SETS) if bits <= radius]
     for band in range(_BANDS):

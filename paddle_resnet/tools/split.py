@@ -150,7 +150,7 @@ def divide(
     """
     count = min(max(1, round(len(names) * fraction)), len(names) - 1)
     by_chance = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(f"{seed}\0{label}\0{name}")).digest())
-    members = {}  # in the order of their first names
+    members = {}  # {group: names}, in the order of the first name of each group
     for name in by_chance:
         group = (groups or {}).get(f"{label}/{name}", name)
         if group is not None:

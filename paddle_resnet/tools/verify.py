@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     Task = tuple[ListedImage, int | None]  # image, number of classes or None
-    Result = tuple[str | None, list[str], bytes | None, float | None]  # see check
+    Result = tuple[str | None, list[str], bytes | None, float | None]  # result of check()
 
 # {file suffix: nvImageCodec's name for the expected codec}
 CODEC_OF_SUFFIX = {
@@ -211,7 +211,8 @@ def _compare_lists(lists, report):
 
 def _compare_with_dali(root, mode, data_format, images, checked, report):
     """Read record files with DALI, and compare the images and labels with the results of check(). Images for which
-    check() failed are skipped; if there are any in a format that cannot skip records, nothing is compared."""
+    check() failed are skipped. If check() failed for an image and the format cannot skip records, nothing is compared.
+    """
     if not getattr(FORMATS[data_format], "CAN_SKIP", True) and any(failure for failure, *_ in checked):
         return
     pairs = zip(images, checked, strict=True)

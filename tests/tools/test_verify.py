@@ -290,7 +290,7 @@ def test_missing_val_fails_verification_except_for_train_only(photos, tmp_path, 
     shutil.copytree(photos / "train", root / "train")
     assert dataset.main(["verify", str(root)]) == 1
     printed = capsys.readouterr().out
-    assert f"--image-root {root}: has no folder val/; create it, or run `" in printed
+    assert f"--image-root {root}: has no folder val/; create the folder, or run `" in printed
     assert "training would fail" in printed
     assert dataset.main(["verify", str(root), "--run-scope", "train_only"]) == 0
     shutil.copytree(photos / "val", root / "Valid")

@@ -129,7 +129,7 @@ def index(
 
 def _base(image_root, mode, path, name):
     """Return the folder, relative to image_root, to which the paths in a list are relative: "", the folder of the split
-    or that of the list. Without the file `name` in any of them, return ""."""
+    or the folder of the list. If none of these folders contains the file `name`, return ""."""
     folders = [split_folder(image_root, mode), os.path.dirname(path)]
     bases = ["", *(os.path.relpath(folder, image_root) for folder in folders)]
     return next((base for base in bases if os.path.isfile(os.path.join(image_root, base, name))), "")
@@ -142,7 +142,7 @@ def check_inside(image_root: str, mode: Mode, listed: image_files.Files) -> None
         if is_outside(name, image_root):
             raise UsageError(
                 f"{list_path(image_root, mode)}: line {number} contains {name}, which is outside {image_root}; correct "
-                "it, or add --allow-outside"
+                "the path, or add --allow-outside"
             )
 
 

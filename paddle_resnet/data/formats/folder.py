@@ -16,7 +16,7 @@ from paddle_resnet.utils.mode import Mode
 
 EXAMPLE = "{}/"
 NAMES = "(?P<set>{split})"
-# Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
+# Folders that operating systems and archive tools create, and that are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 # Suffixes of image files that cannot be read.
 _UNSUPPORTED = (
@@ -88,8 +88,8 @@ def index(
         image_root: the folder that contains the splits; the folder of this split exists.
         mode: Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
-        skip: names of images that the caller will drop. These images are listed even if they are not regular files or
-            their names are not valid UTF-8.
+        skip: names of images that the caller will drop, and that are therefore listed even if they are not regular
+            files or their names are not valid UTF-8.
         classes: names of the class folders in label order (numbering.Numbering.classes); None for the sorted class
             folders of train/, or of val/ if train/ does not exist.
         is_trained: whether `classes` are those of a trained network.
@@ -170,7 +170,7 @@ def _unknown_folder(split_dir, name, folders, classes):
         return f"the class is {same}: run `{shlex.join(['mv', *paths])}`"
     if {*folders}.isdisjoint(classes) and (advice := sniffer.advice(os.path.dirname(split_dir), only_certain=True)):
         return advice
-    return f"add it, or remove {os.path.basename(split_dir)}/{name}"
+    return f"add the folder, or remove {os.path.basename(split_dir)}/{name}"
 
 
 def _plain(name):
@@ -196,7 +196,7 @@ def _check_unicode(folder, names, classes):
             remedy = (
                 "move the images into one of the folders and remove the other"
                 if other in names
-                else f"rename it: `{shlex.join(['mv', *paths])}`"
+                else f"rename the folder: `{shlex.join(['mv', *paths])}`"
             )
             raise UsageError(
                 f"{paths[0]}: the name {name!a} looks like the class {other!a}, but has a different Unicode "

@@ -22,8 +22,8 @@ DAMAGED = (ValueError, struct.error)  # exceptions for a damaged file
 MAGIC = 0xCED7230A
 # Fields: number of labels after the header, the label if this number is 0, two numbers that identify the image.
 HEAD = struct.Struct("<IfQQ")
-# Maximum number of records per file whose headers are compared with the index, if its keys are 0 to n-1. If they are
-# not, the headers of all records are compared, because a record may be missing in the index.
+# Maximum number of records per file whose headers are compared with the index, if its keys are 0 to n-1. If the keys of
+# an index have gaps, the headers of all records are compared, because a record may be missing in the index.
 CHECKED_RECORDS = 256
 
 
@@ -263,8 +263,8 @@ class Writer:
 def encode(payload: bytes) -> bytes:
     """Encode a RecordIO record: magic number, flag and length, payload, padding to a multiple of 4 bytes.
 
-    If the payload contains the magic number at an offset that is a multiple of 4 bytes, the record is split there.
-    Otherwise, a reader that scans for the magic number would detect the start of a record inside the payload.
+    If the payload contains the magic number at an offset that is a multiple of 4 bytes, the record is split there,
+    because a reader that scans for the magic number would detect the start of a record inside the payload.
 
     Args:
         payload: content of the record, fewer than 2**29 bytes.

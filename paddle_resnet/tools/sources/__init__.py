@@ -45,8 +45,8 @@ _USED = {
 }
 # {ending of a file that is a source by itself: kind}
 _FILES = dict.fromkeys((*sniffer.TABLE_SUFFIXES, ".txt"), "table") | {".parquet": "parquet", ".npz": "array"}
-# Kinds of images (Image.kind) in compressed blocks. The first element of their place is the number of the block
-# in the file.
+# Kinds of images (Image.kind) in compressed blocks. In these images, the first element of Image.place is the number of
+# the block in the file.
 _IN_BLOCKS = (parquet_files.read_image, tfrecords.read_compressed)
 WINDOW_BYTES = 1 << 28  # minimum total size (compressed) of the blocks whose images are mixed at random
 SEED = 0  # seed of the random selection of images for val/

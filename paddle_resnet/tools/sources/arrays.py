@@ -96,7 +96,7 @@ class _Part:
 
 
 def _parts(source):
-    """Return (format, [_Part]) of the arrays in a folder. Raise UsageError if there are none or several data sets."""
+    """Return (format, [_Part]) of the arrays in a folder. Raise UsageError unless the folder contains one data set."""
     if os.path.isfile(source):
         return "npz", [_Part(source, split) for split in _npz_splits(source)]
     found = {}
@@ -112,7 +112,9 @@ def _parts(source):
     npz = [path for path in paths if path.endswith(".npz")]
     if len(found) > 1 or len(npz) > 1:
         remedy = (
-            f"import one of them, such as {npz[0]}" if npz else "move the files of each data set to a folder of its own"
+            f"import one data set, such as {npz[0]}"
+            if npz
+            else "move the files of each data set to a folder of its own"
         )
         shown = ", ".join(os.path.relpath(path, source) for path in paths[:5])
         raise UsageError(f"{source}: contains several data sets ({shown}); {remedy}")

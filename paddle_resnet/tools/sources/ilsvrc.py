@@ -89,7 +89,7 @@ def _check_counts(source, splits, classes, allow_partial):
     message = f"{source}: has {', '.join(problems)}"
     if not allow_partial:
         raise UsageError(f"{message}; add the missing files, or use --allow-partial to import a part of ImageNet")
-    logger.warn(f"{message}; only these are imported")
+    logger.warn(f"{message}; only these images are imported")
 
 
 def _data_folder(source):

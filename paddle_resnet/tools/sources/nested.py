@@ -46,7 +46,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
             )
         logger.warn(
             f"{source}: {counted(len(others), 'image')} left out, because {next(iter(others))} is next to the splits "
-            "and in no class folder"
+            "and in no class folder; to import such images, move them to class folders"
         )
         parts_of = {path: parts for path, parts in parts_of.items() if path not in others}
         has_splits = True
@@ -132,7 +132,7 @@ def _depth(source, found):
 
 def _walk(root, folder, seen):
     """Yield the paths, relative to root, of the images in a folder and its subfolders, sorted. `seen` contains the
-    folders above, because a link can lead back to them."""
+    parent folders, because a link in the folder can lead back to a parent folder."""
     seen = seen | {os.path.realpath(folder)}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith(".") or is_system_name(entry.name):

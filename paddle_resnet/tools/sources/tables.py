@@ -171,7 +171,7 @@ def _found(root, rows, images, allow_partial):
     for row in rows:
         found = images.find(row)
         if len(found) > 1:
-            raise UsageError(f"{row.place}: {row.image} matches {' and '.join(found[:5])}; write the path of one")
+            raise UsageError(f"{row.place}: {row.image} matches {' and '.join(found[:5])}; write the path of one image")
         if not found:
             missing.append(row)
             paths.append(None)
@@ -210,7 +210,7 @@ def _numbered(source, rows, names):
     """
     for row in rows:
         if not row.label or row.label.lower() == "nan":  # pandas writes nan for a missing value
-            raise UsageError(f"{row.place}: has no label; write it, or remove the line")
+            raise UsageError(f"{row.place}: has no label; write the label, or remove the line")
         # The cell contains several numbers, or a list or an object in JSON or Python.
         if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+|\[.*\]|\{.*\}", row.label):
             raise UsageError(
@@ -245,7 +245,8 @@ def _numbered(source, rows, names):
 
 
 def _check_several(rows):
-    """Raise UsageError if a label consists of several others. Log a warning if labels differ only in case."""
+    """Raise UsageError if a label consists of several other labels, separated by a comma, a semicolon or a vertical
+    bar. Log a warning if labels differ only in case."""
     all_labels = {row.label for row in rows}
     for row in rows:
         for delimiter in ",;|":
@@ -259,7 +260,10 @@ def _check_several(rows):
     for label in sorted(all_labels):
         other = first.setdefault(label.casefold(), label)
         if other != label:
-            logger.warn(f"the labels {other} and {label} differ only in case, and are different classes")
+            logger.warn(
+                f"the labels {other} and {label} differ only in case, but are different classes; if they are one "
+                "class, use one spelling"
+            )
             return
 
 

@@ -46,7 +46,9 @@ def test_missing_files_are_named(tmp_path, capsys):
 def test_several_data_sets(tmp_path):
     with pytest.raises(UsageError, match=f"folders a, b contain different data sets; import one of .* {tmp_path}/x/a$"):
         files(tmp_path / "x", ["a/train.x", "b/train.x"])
-    with pytest.raises(UsageError, match="folders a, b contain different data sets; move them to separate folders$"):
+    with pytest.raises(
+        UsageError, match="folders a, b contain different data sets; move the data sets to separate folders$"
+    ):
         files(tmp_path / "y", ["train/a/0.x", "train/b/0.x"])
 
 

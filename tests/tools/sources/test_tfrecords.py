@@ -199,7 +199,7 @@ BAD = {
     ),
     "two data sets": (
         lambda root: [write(root / f"{size}/train/0.tfrec", kaggle, 2) for size in ("192", "224")],
-        "the folders 192, 224 contain different data sets; import one of them, such as",
+        "the folders 192, 224 contain different data sets; import one folder, such as",
     ),
     "not an example": (
         lambda root: put(root / "train0.tfrec", b"\3" + bytes(7) + record_checksums()),

@@ -123,7 +123,7 @@ def test_labels_in_json_are_named(tmp_path, path, text):
     (tmp_path / "x/labels.csv").unlink()
     put(tmp_path / "x" / path, json.dumps(text))
     message = error_of_training(tmp_path / "x")
-    remedy = "write labels.csv with the columns file_name and label to this folder, and import it"
+    remedy = "write labels.csv with the columns file_name and label to this folder, and import the folder"
     assert f"it contains {path}: JSON files, which may contain the labels; {remedy}" in message
     put(tmp_path / "x/labels.csv", labels)  # obey the message
     sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
