@@ -89,8 +89,7 @@ def _images_below(folder):
     is read only once. A warning states how many files are skipped. Raise UsageError if a folder cannot be listed, or if
     there are no images."""
 
-    from paddle_resnet.data.formats.folder import is_system_name
-    from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES
+    from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES, is_system_name
 
     def stop(error):
         raise UsageError(f"{error.filename}: cannot be listed ({error.strerror}); make it readable or remove it")

@@ -156,7 +156,7 @@ def test_run_cannot_change_kind_of_labels_of_checkpoint(run_train, photos, tmp_p
     assert run_train(*flags)[0] == 2
     parts = [f"--multi-label {now}: ", f"trained with --multi-label {before}", "remove the flag"]
     assert_one_error(capsys.readouterr().err, parts)
-    assert run_train(*flags[2:])[0] == 0  # the remedy
+    assert run_train(*flags[2:])[0] == 0  # obey the remedy: remove the flag
 
 
 def test_fine_tuning_can_change_kind_of_labels(run_train, train, tmp_path):

@@ -344,7 +344,7 @@ def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_p
 
 def test_summary_contains_available_metrics():
     evaluated = {"loss": 1.0, "top1": 0.5, "top5": 0.75, "images": 23, "f1_macro": 0.25, "class_top1": 1}
-    best = {"epoch": 2, "step": 4, "top1": 0.625}  # of an older checkpoint
+    best = {"epoch": 2, "step": 4, "top1": 0.625}  # best evaluation of an older checkpoint
     assert report._summary(None, evaluated, best, {"epoch": 3}) == {
         **{"val.loss": 1.0, "val.top1": 0.5, "val.top5": 0.75, "val.images": 23, "val.f1_macro": 0.25},
         **{"last.epoch": 3, "best.epoch": 2, "best.step": 4, "best.val.top1": 0.625},
@@ -389,6 +389,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
     moved = (tmp_path / "output").rename(tmp_path / "moved")
     resume = [*default, "--output-dir", moved, "--resume", "--epochs", "2", "--dry-run"]
     assert run_train(*resume)[0] == 0
+    assert "replaces an existing file" not in capsys.readouterr().err
     assert run_train(*resume, "--report-file", moved / "Tiny/report.eval.json")[0] == 2
     assert "report.eval.json: is the report of a different evaluation run; choose" in capsys.readouterr().err
     moved.rename(tmp_path / "output")

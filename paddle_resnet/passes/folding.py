@@ -198,7 +198,7 @@ def replace_convolutions(program: static.Program, exe: static.Executor) -> int:
             block = block_of(transpose_prog)
             source, target = (_persistable(block, v.name, v.shape, v.dtype) for v in (filters, transposed))
             paddle.assign(paddle.transpose(source, NHWC), output=target)
-        dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # as in Paddle
+        dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # like Paddle
         attrs = {"strides": op.attr("strides"), "paddings": [begin for begin, _ in padding], "dilations": dilations}
         attrs |= {"groups": op.attr("groups")}
         graph.replace([op], op, "native_conv", {"X": x, "Filter": transposed}, {"Y": out}, attrs)

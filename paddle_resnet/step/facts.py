@@ -1,8 +1,8 @@
 """Facts about a program that a run needs in addition to the operators of the program.
 
 The arguments of `build` and `compile_prog` are instances of Paddle's own Program, so the facts are stored in a separate
-table. Its keys are weak references, so that the table does not keep programs in memory. Therefore, the facts of a
-program must refer neither to the program nor to its variables.
+table. The keys of the table are weak references, so that the table does not keep programs in memory. Therefore, the
+facts of a program must refer neither to the program nor to its variables.
 """
 
 import weakref
@@ -84,5 +84,5 @@ def of(program: static.Program) -> Facts:
 
 
 def share(program: static.Program, copy: static.Program) -> None:
-    """Give a copy of a program the same facts."""
+    """Make a copy of a program share the Facts object of the program."""
     _facts[copy] = of(program)
