@@ -38,7 +38,7 @@ RECORD_KINDS = ("tfrecord", "webdataset", "recordio", "lmdb")  # kinds of `datas
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
 _SEARCHED_FILES = 200_000  # maximum number of files among which an image of a table is searched
-_RECORD_FILES = 100  # maximum number of JSON or .mat files that are read; more are probably one for each image
+_RECORD_FILES = 100  # if there are more JSON or .mat files, each file probably describes one image, and none is read
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
 _LINE = 4096  # maximum length of a line of a list
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
@@ -296,7 +296,7 @@ def is_table(
     is_record_file = path.lower().endswith(record_tables.SUFFIXES)
     if image_column:
         has_images = image_column in names
-    elif is_record_file:  # records with other content also have an id or a name
+    elif is_record_file:  # records that do not describe images can also have an id or a name
         has_images = bool(image_columns(path, is_image))
     else:
         has_images = not known.isdisjoint(IMAGE_COLUMNS) or bool(image_columns(path, is_image))
@@ -354,8 +354,8 @@ def is_list(path: str, is_image: Callable[[str], bool]) -> bool:
 
 
 def is_path_list(path: str, is_image: Callable[[str], bool]) -> bool:
-    """Return whether a text file with the name of a split is a list of images without labels, whose folders are their
-    classes. For is_image, see is_table."""
+    """Return whether a text file with the name of a split is a list of images without labels, in which the folder of an
+    image is its class. For is_image, see is_table."""
     if not split_of(os.path.basename(path)):
         return False
     lines = [line.strip() for line in (*_head(path).split("\n")[:-1], _last_line(path)) if line.strip()]
@@ -403,7 +403,8 @@ def _head(path):
 
 
 def _last_line(path):
-    """Return the last line of a text file of a list, or "" if it is longer than a path or cannot be read."""
+    """Return the last line of a list file, of which only the last _LINE bytes are read, or "" if the file cannot be
+    read."""
     with contextlib.suppress(OSError):
         if os.path.isfile(path):
             with open(path, "rb") as f:

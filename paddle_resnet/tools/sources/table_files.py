@@ -62,7 +62,7 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
     Args:
         tables: paths of the tables.
         root: folder of the data set.
-        images: images of this folder, with which columns and delimiters are recognized.
+        images: images of `root`, with which columns and delimiters are recognized.
         options: Options.
     """
     rows = []
@@ -95,7 +95,7 @@ def _cells(path, delimiter=None):
         if not table.rows:
             raise UsageError(
                 f"{path}: {table.content}, not images with labels; write labels.csv with the columns "
-                "file_name and label, and import it"
+                "file_name and label, and import labels.csv"
             )
         yield path, table.header
         yield from ((f"{path}: record {i}", row) for i, row in enumerate(table.rows))
@@ -275,8 +275,9 @@ def _list(path, folder, split, images, options):
 
 
 def _folder_labels(paths):
-    """Return the label of each path of a list: the name of its folder or, if folders at different places have the same
-    name, the folders below the ones that all share, without those of splits, joined by _."""
+    """Return the label of each path of a list: the name of its folder or, if folders with different paths have the same
+    name, the names of its folders, joined by _, without the leading folders that all paths share and without folders
+    of splits."""
     folders = [[part for part in path.split("/")[:-1] if part.lower() not in SPLIT_OF] for path in paths]
     if len({parts[-1] for parts in folders if parts}) == len({*map(tuple, folders)}):
         return [parts[-1] if parts else "" for parts in folders]

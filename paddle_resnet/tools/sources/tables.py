@@ -69,7 +69,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
 def _names_of(root, rows, tables):
     """Return the result of classes.label_names for the first folder with a file of class names: the root or a folder of
-    the tables. JSON and .mat files count only if they contain the names of all labels."""
+    the tables. A JSON or .mat file is used only if it contains the names of all labels."""
     folders = [*dict.fromkeys([os.path.normpath(root), *map(os.path.dirname, sorted(tables))])]
     for folder in folders:
         if names := label_names(folder, tables):
@@ -286,7 +286,7 @@ def _tables(root, images, options):
 
 
 def _with_other_splits(path, images, options):
-    """Return the path of a table, and those of the tables of the other splits next to it."""
+    """Return the path of a table, and the paths of the usable tables of other splits in its folder."""
     others = table_sets.other_splits(path)
     usable = [
         other
@@ -295,7 +295,7 @@ def _with_other_splits(path, images, options):
         or any(is_list(other, images) for is_list in (_is_path_list, _is_list))
     ]
     if usable:
-        logger.info(f"{path}: {', '.join(map(os.path.basename, usable))} next to it contains the other splits")
+        logger.info(f"{path}: other splits are read from {', '.join(map(os.path.basename, usable))} in its folder")
     return [path, *usable]
 
 
