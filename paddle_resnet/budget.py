@@ -84,7 +84,7 @@ def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluat
     are not changed, because they do not depend on --epochs or --warmup-epochs. Rank 0 chooses for all processes.
 
     Args:
-        args: flags.
+        args: flags of the run.
         exe: Executor for all programs.
         training, evaluation: phases.Work with compiled programs; `evaluation` is None if the run does not evaluate.
     Returns:

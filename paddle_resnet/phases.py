@@ -150,8 +150,8 @@ def prepare(
     """Start Fleet, open the data, build the programs, load the weights, and compile the programs.
 
     Args:
-        args: flags.
-        checkpoint: result of find_start.
+        args: flags of the run.
+        checkpoint: the checkpoint that the run starts from (result of find_start), or None.
     Returns:
         (Executor, checkpoint with the position at which training continues or None, training Work or None, evaluation
         Work or None).
@@ -171,8 +171,8 @@ def open_data(
     """Return (training loader, evaluation loader). A loader that the run does not need is None.
 
     Args:
-        args: flags.
-        checkpoint: result of find_start.
+        args: flags of the run.
+        checkpoint: the checkpoint that the run starts from (result of find_start), or None.
     Raises:
         UsageError: dali.build_dataloader or trace.check fails, the loader state of the checkpoint is damaged, or the
             classes of a resumed run differ from those of its checkpoint.
@@ -227,10 +227,10 @@ def build_programs(
     """Build the programs and initialize their parameters, which training, evaluation and later stages share.
 
     Args:
-        args: flags.
+        args: flags of the run.
         exe: Executor for the startup programs.
         train_loader, eval_loader: result of open_data.
-        checkpoint: result of find_start.
+        checkpoint: the checkpoint that the run starts from (result of find_start), or None.
     Returns:
         (training, evaluation), each a Work or None.
     Raises:

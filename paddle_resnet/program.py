@@ -214,7 +214,7 @@ def run(
         exe: static.Executor.
         program, fetchs: results of compile_prog and build.
         epoch: epoch number, for the log.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: whether to train or to evaluate, Mode.TRAIN or Mode.EVAL.
         lr_scheduler: schedule to advance after each step, or None.
     Raises:
         Preempted: a stop was requested, and all processes stopped before the same step.
@@ -235,8 +235,8 @@ def log_info(step: tuple[int, ...], metrics: dict[str, Any], mode: Mode) -> None
 
     Args:
         step: (epoch, step), (epoch,) or ().
-        metrics: {name: value}. In the report, the metric NAME is called "train.NAME" or "val.NAME". Arrays are not
-            logged, because run_report.py writes them to files.
-        mode: Mode.TRAIN or Mode.EVAL.
+        metrics: {name of a metric: value}. In the report, the metric NAME is called "train.NAME" or "val.NAME". Arrays
+            are not logged, because run_report.py writes them to files.
+        mode: kind of the steps that the metrics describe, Mode.TRAIN or Mode.EVAL.
     """
     log_metrics(step, metrics, mode)

@@ -329,7 +329,7 @@ def conclude(options: Options, argv: list[str], result: dict[str, Any], mode: Mo
         options: flags of the run.
         argv: arguments of the command line.
         result: result of program.run, without arrays.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: kind of the run, Mode.TRAIN or Mode.EVAL.
     Raises:
         RunError: the report file can no longer be written.
     """

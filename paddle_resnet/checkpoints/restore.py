@@ -255,7 +255,7 @@ def origin(
     None) if there is no checkpoint.
 
     Args:
-        checkpoint: result of find.
+        checkpoint: the checkpoint that the run starts from (result of find), or None.
         pretrained: value of --from-pretrained-params.
         model_prefix: values.FlagValue of --model-prefix.
     Raises:
@@ -308,8 +308,8 @@ def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> 
     determines whether the run inherits it.
 
     Args:
-        args: flags.
-        checkpoint: result of find.
+        args: flags of the run.
+        checkpoint: the checkpoint that the run starts from (result of find), or None.
     Raises:
         UsageError: the flags, including the inherited flags, are invalid or contradict each other; or origin or
             recorded_flags fails.
@@ -415,7 +415,7 @@ def check_resumed_classes(checkpoint: StartCheckpoint, now: list[str] | None, fi
     """Raise UsageError if the classes of a resumed run differ from those of its checkpoint.
 
     Args:
-        checkpoint: result of find.
+        checkpoint: the checkpoint of the resumed run (result of find).
         now: result of numbering.data_classes, or None. Classes without names are only counted.
         fine_tuning: command that fine-tunes the network of the checkpoint, for the error message.
     """
@@ -469,7 +469,7 @@ def restore(
     saved within an epoch, also restore the metric sums of the epoch and the BN statistics of this process.
 
     Args:
-        checkpoint: result of find.
+        checkpoint: the checkpoint that the run starts from (result of find).
         lr_scheduler: schedule built from this run's flags. The learning rate depends only on the step, so it continues
             as in an uninterrupted run with these flags.
         loader: training loader, built with checkpoint.loader_state.

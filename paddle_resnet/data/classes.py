@@ -147,7 +147,7 @@ def check_classes(
 
     Args:
         image_root: the folder that contains the split.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         data_format: "folder" or "filelist".
         labels: labels of all images.
         classes: class names in label order.

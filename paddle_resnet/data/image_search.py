@@ -18,7 +18,7 @@ class ImageSearch:
 
     def __init__(self, root: str, most: int | None = None):
         """Args:
-        root: the folder.
+        root: path of the folder.
         most: maximum number of files below the root to search by name, or None for no limit.
         """
         self._root, self._most = root, most
@@ -32,7 +32,7 @@ class ImageSearch:
         exists below the root is used.
 
         Args:
-            image: the cell.
+            image: text of the cell.
             folder: folder of the table, relative to the root.
             split: "train", "val", "test" or None.
         """

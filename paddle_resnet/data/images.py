@@ -102,7 +102,7 @@ def read_slice(path: str, offset: int, size: int) -> bytes:
     """Read an image that a file, such as an archive, contains uncompressed.
 
     Args:
-        path: the file.
+        path: path of the file.
         offset, size: position and size of the image in bytes.
     Raises:
         UsageError: the file is truncated.

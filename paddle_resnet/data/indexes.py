@@ -72,7 +72,7 @@ def open_index(shard: str, kind: Kind, skip: frozenset[int] = frozenset()) -> In
         kind: Kind of the record format.
         skip: offsets of images to omit from the index; an index that omits images is written to the cache folder.
     Returns:
-        Index.
+        Index of the record file.
     Raises:
         UsageError: the shard cannot be read, is damaged, empty or compressed with gzip; its index does not match; no
             image begins at an offset in `skip`; or a new index cannot be written.
@@ -197,7 +197,7 @@ def check_index(shard: str, path: str, kind: Kind) -> Index:
         path: path of its index file.
         kind: Kind of the record format.
     Returns:
-        Index.
+        Index of the record file.
     Raises:
         UsageError: the index does not match the shard, a sample of a tar shard lacks an image or a label, or the index
             or the shard cannot be read.

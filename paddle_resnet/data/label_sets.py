@@ -75,9 +75,9 @@ class Labels(NamedTuple):
 
     Attributes:
         names: Image.name of each image.
-        numbers: classes of each image.
+        numbers: labels of the classes of each image.
         classes: names of the classes in label order.
-        records: the records, or None for image files.
+        records: the records that contain the images, or None for image files.
         is_vector: whether the labels of a record are a vector of 0 and 1.
     """
 
@@ -229,8 +229,8 @@ def read_labels(
     """Return the images of a split and their classes.
 
     Args:
-        root: the data set.
-        mode: Mode.TRAIN or Mode.EVAL.
+        root: DataRoot of the data set.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         trained: see numbering.establish.
         allow_empty: whether class folders in train/ may be empty.

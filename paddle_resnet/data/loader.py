@@ -65,9 +65,9 @@ def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, train
     """Return a split of a data set, without the images of the skip list. Raise UsageError if the split cannot be used.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         options: flags of the loader.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         trains: whether this run also reads the training split.
         trained: see build.
     """
@@ -96,7 +96,7 @@ def build(
     """Build the iterator over this process's shard of a data set.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         options: flags of the loader.
         flags: flags that determine the training batches, as conditions of the state.
         mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,

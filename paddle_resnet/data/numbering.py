@@ -70,13 +70,13 @@ def establish(
     """Number the classes of a data set.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         mode: the split to read, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         trained: class name of each output of a trained network, or None if the data set defines the numbers. The names
             "0", "1", ... stand for outputs without names.
     Returns:
-        Numbering.
+        Numbering of the classes of the split.
     Raises:
         UsageError: the splits contradict each other, classes.txt or the trained network; the numbers of class folders
             are unknown; there are more class names than network outputs; a label offset is set for class folders; or
@@ -115,7 +115,7 @@ def data_classes(root: Root, mode: Mode) -> list[str] | None:
     file lists, or the labels and names in record files.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         mode: the split that must exist, Mode.TRAIN or Mode.EVAL.
     Returns:
         names in label order, which are "0", "1", ... for classes without names; or None if the number of classes is

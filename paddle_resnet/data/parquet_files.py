@@ -113,7 +113,7 @@ def read_image(path: str, group: int, row: int, column: str) -> bytes:
     """Return the content of an image file. The process keeps the most recently used groups in memory.
 
     Args:
-        path: the file.
+        path: path of the file.
         group, row: see Row.
         column: Columns.image.
     Raises:

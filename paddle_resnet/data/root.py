@@ -150,7 +150,7 @@ class DataRoot:
         """List all images of a split, without checking that both splits number their classes in the same way.
 
         Args:
-            mode: Mode.TRAIN or Mode.EVAL.
+            mode: the split, Mode.TRAIN or Mode.EVAL.
             names: names of the class folders in label order, see formats.folder.index.
             label_offset: number to subtract from the labels in file lists and records.
         Raises:
@@ -174,7 +174,7 @@ class DataRoot:
         """Open a split for the DALI pipeline.
 
         Args:
-            mode: Mode.TRAIN or Mode.EVAL.
+            mode: the split, Mode.TRAIN or Mode.EVAL.
             num_of_class: number of network outputs. If num_of_class is None, only the data set defines the classes.
             seed: seed of the training order.
             allow_empty: whether class folders in train/ may be empty.

@@ -62,7 +62,7 @@ def index(
 
     Args:
         image_root: the folder that contains the split.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         paths: the record files of the split.
         skip: names of images to omit.
         kind: kind of the index files.

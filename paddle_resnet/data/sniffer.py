@@ -265,7 +265,7 @@ def advice(root: str | os.PathLike[str], only_certain: bool = False) -> str | No
     nothing is recognized.
 
     Args:
-        root: the folder.
+        root: path of the folder.
         only_certain: whether to return None if the files are probably not the data set that the user means.
     """
     sights = [sight for sight in look(root) if sight.todo] if os.path.isdir(root) else []
@@ -283,7 +283,7 @@ def is_table(
     """Return whether a file is a table with a column of images and a column of labels.
 
     Args:
-        path: the file.
+        path: path of the file.
         image_column, label_column: names of the columns of images and of labels, or None for IMAGE_COLUMNS and
             LABEL_COLUMNS. If no column has a known name, the images are a column whose first cell is an image, and the
             labels are the other column of a table with two columns.

@@ -68,7 +68,7 @@ def smooth(losses: Sequence[float], steps: int) -> np.ndarray:
     would otherwise dominate the means of the preceding steps.
 
     Args:
-        losses: finite losses.
+        losses: finite losses of consecutive steps.
         steps: number of steps from the lowest to the highest rate. WINDOW is a fraction of this number.
     """
     clipped, kept = np.minimum(losses, max(losses[:SETTLING_STEPS], default=0.0)), _kept(steps)
@@ -130,7 +130,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], steps: int) -> tupl
 
     Args:
         rates: learning rates, which rise by a constant factor.
-        losses: finite losses.
+        losses: finite losses of consecutive steps.
         steps: number of steps from the lowest to the highest rate.
     """
     if len(losses) < SETTLING_STEPS:
@@ -174,7 +174,7 @@ def read(path: str | Path) -> Curve:
     """Read a file written by write().
 
     Returns:
-        Curve.
+        the Curve in the file.
     Raises:
         UsageError: the file cannot be read or does not match the schema.
     """

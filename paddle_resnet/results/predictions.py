@@ -67,7 +67,7 @@ def list_images(
         count: expected number of images.
         is_multi_label: value of --multi-label.
     Returns:
-        [Image].
+        [Image] of the validation images.
     Raises:
         RunError: the number of images is not `count`.
         UsageError: the data set or the skip list can no longer be read.

@@ -86,7 +86,7 @@ class Run:
         evaluated: folder of the checkpoint that a run without training evaluates, or None.
         steps: {(epoch, step): {"train.loss": ...}}; values that are not finite are None.
         epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; values that are not finite are None.
-        summary: {name: value}; empty if the run has not finished.
+        summary: {name of an entry of the summary: value}; empty if the run has not finished.
         start_s: seconds from each start of the run to its first entry, summed over all starts.
         total_s: seconds from each start of the run to its last entry, summed over all starts.
         when: date and time of the first entry.
@@ -241,7 +241,7 @@ def read(place: str | Path) -> Run:
     Args:
         place: path of the report, or of a folder that contains report.json.
     Returns:
-        Run.
+        the Run that the report describes.
     Raises:
         UsageError: the file cannot be read, does not match the schema, or contains no "PARAMETER" line.
     """

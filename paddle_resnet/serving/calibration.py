@@ -98,7 +98,7 @@ def quantize(network: Network, bits: int, image_root: str, images: int, allow_ou
         images: maximum number of images to use.
         allow_outside: see draw.
     Returns:
-        Sample.
+        Sample of the images that were used.
     Raises:
         UsageError: the data set or an image cannot be used, or an activation is not finite.
         RunError: see image_files.predict.

@@ -140,7 +140,7 @@ def overlay(model: GradCam, data: bytes, label: int) -> bytes:
     Args:
         model: result of open_model.
         data: content of an image file.
-        label: the class.
+        label: index of the class whose map is drawn.
     Returns:
         JPEG file that shows the entire image, turned upright and reduced to at most SIDE pixels per side. Margins that
         the network does not read are dark.

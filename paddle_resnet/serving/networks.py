@@ -114,7 +114,7 @@ def load_checkpoint(
             the temperature, so that the network needs no further operator.
         features: whether the network also returns the input of its last layer.
     Returns:
-        Network.
+        the inference Network.
     Raises:
         UsageError: the checkpoint does not exist, is damaged, contains values that are not finite or was saved before
             the processes averaged their BN statistics; the user's file that defines the network does not exist or is

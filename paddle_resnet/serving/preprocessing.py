@@ -303,7 +303,7 @@ def chosen(probabilities: np.ndarray, model: dict) -> np.ndarray:
     network, all whose probability is not below the threshold of the class.
 
     Args:
-        probabilities: [classes].
+        probabilities: probabilities of an image, floats [classes].
         model: content of model.json.
     """
     order = np.argsort(-probabilities, kind="stable")

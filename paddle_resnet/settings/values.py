@@ -28,7 +28,7 @@ class Settings:
     resolution.py resolves the values step by step. Programs are built from frozen settings, whose values do not change.
 
     Args:
-        values: {name: value}.
+        values: {name of a flag: value}.
         origins: {name: origin} for the values that are not defaults. An origin is "command line", "file PATH",
             "Python", "checkpoint FOLDER", "data", "machine", "chosen: REASON", or the flag from which the value is
             derived; "recorded" for all values of an earlier run, and "internal" for a value that the program sets for

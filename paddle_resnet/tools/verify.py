@@ -107,7 +107,7 @@ def verify(
         label_offset: value of --label-offset.
         allow_one_class: whether all training images may belong to one class.
     Returns:
-        Report.
+        Report of all checks.
     Raises:
         UsageError: root is not a folder, or contains no split.
     """

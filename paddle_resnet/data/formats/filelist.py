@@ -81,7 +81,7 @@ def index(
 
     Args:
         image_root: the folder that contains the list.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         label_offset: number to subtract from the labels.
     Returns:

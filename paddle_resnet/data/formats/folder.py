@@ -84,7 +84,7 @@ def index(
 
     Args:
         image_root: the folder that contains the splits; the folder of this split exists.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         skip: names of images that the caller will drop, and that are therefore listed even if they are not regular
             files or their names are not valid UTF-8.
@@ -92,7 +92,7 @@ def index(
             folders of train/, or of val/ if train/ does not exist.
         is_trained: whether `classes` are those of a trained network.
     Returns:
-        image_files.Files.
+        image_files.Files of the split.
     Raises:
         UsageError: there are no class folders, or more classes than network outputs; a class exists only in val/ or is
             not in `classes`; a name is not valid UTF-8, or differs from a class only in its Unicode form; the only
@@ -158,7 +158,7 @@ def _unknown_folder(split_dir, name, folders, classes):
 
     Args:
         split_dir: folder of the validation split.
-        name: the folder.
+        name: name of the unknown folder.
         folders: all folders in split_dir.
         classes: names of the classes.
     """

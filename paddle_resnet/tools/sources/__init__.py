@@ -60,7 +60,7 @@ def read(
     Args:
         source: folder, or a file with one of the endings in _FILES.
         kind: a key of KINDS, or None to detect the kind.
-        options: Options.
+        options: Options of the import.
     Returns:
         (kind, {split: [Image]}, class names in label order or None)
     Raises:

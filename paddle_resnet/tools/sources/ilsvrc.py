@@ -42,7 +42,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     Args:
         source: folder with the files of image-net.org, unpacked or not, or with those of Kaggle's
             imagenet-object-localization-challenge.
-        options: Options.
+        options: Options of the import.
     Returns:
         ({split: [Image]}, sorted WordNet ids)
     Raises:

@@ -22,7 +22,7 @@ def files(source: str, pattern: str, options: Options) -> dict[str, list[str]]:
     Args:
         source: folder, or a single file.
         pattern: regular expression for the names of the files; upper and lower case are equivalent.
-        options: Options.
+        options: Options of the import.
     Returns:
         {"train", "val" or "test": [path]} with sorted paths. Files without a split in their names or folders belong to
         "train". If there are validation files, "test" is left out.

@@ -63,7 +63,7 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
         tables: paths of the tables.
         root: folder of the data set.
         images: images of `root`, with which columns and delimiters are recognized.
-        options: Options.
+        options: Options of the import.
     """
     rows = []
     for path in tables:

@@ -32,7 +32,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
     Args:
         source: the table, or the folder that contains tables and images.
-        options: Options.
+        options: Options of the import.
     Returns:
         ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:

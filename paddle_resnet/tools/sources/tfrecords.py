@@ -80,7 +80,7 @@ def read_compressed(path: str, block: int, offset: int, size: int) -> bytes:
     """Read an image in a file that is compressed with gzip.
 
     Args:
-        path: the file.
+        path: path of the file.
         block: 0, because the process decompresses the file as a whole.
         offset, size: position and size of the image in the decompressed file, in bytes.
     Raises:
