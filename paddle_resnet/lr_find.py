@@ -58,7 +58,7 @@ class LossRecorder(meters.AverageMeter):
         """Add one batch of `n` images.
 
         Raises:
-            Diverged: the loss diverges. All processes raise this exception at the same step.
+            Diverged: the loss diverges. All processes raise Diverged at the same step.
         """
         from paddle_resnet.job import exchange
 

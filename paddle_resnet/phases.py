@@ -269,7 +269,7 @@ def _training(args, startup_prog, lr_scheduler, class_images):
 
 
 def _initialize(exe, startup_prog, *later):
-    """Run the startup program of the first stage. The startup programs of later stages then run only the operators that
+    """Run the startup program of the first stage and, of the startup programs of later stages, only the operators that
     initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
     freezes. All other operators in the startup programs of later stages are removed, because they would reset the
     variables that all stages share."""

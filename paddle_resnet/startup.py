@@ -9,8 +9,8 @@ from paddle_resnet.utils.errors import RunError, command
 
 
 def import_paddle(args: Settings) -> None:
-    """Set up the log, and check what can be checked without Paddle, so that these errors appear before Paddle and DALI
-    are imported, which takes seconds. Finally, import Paddle and DALI.
+    """Set up the log, and check what can be checked without Paddle, so that errors appear before Paddle and DALI are
+    imported, which takes seconds. Finally, import Paddle and DALI.
 
     Raises:
         UsageError: a variable of the launcher, the network, --image-root or the version of Paddle cannot be used

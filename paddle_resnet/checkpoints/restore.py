@@ -471,7 +471,7 @@ def restore(
     Args:
         checkpoint: the checkpoint that the run starts from (result of find).
         lr_scheduler: schedule built from this run's flags. The learning rate depends only on the step, so it continues
-            as in an uninterrupted run with these flags.
+            as in an uninterrupted run with the flags of this run.
         loader: training loader, built with checkpoint.loader_state.
         fetchs: result of program.build.
         place: device of the program.

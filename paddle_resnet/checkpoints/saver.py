@@ -126,8 +126,8 @@ def _is_within(path, folder):
 def best_before(root: str | Path, checkpoint: StartCheckpoint) -> dict[str, Any] | None:
     """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
     good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint that was written before
-    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if no such checkpoint has
-    an evaluation."""
+    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if no checkpoint that led
+    to `checkpoint` has an evaluation."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])

@@ -133,7 +133,7 @@ class Augmentation(NamedTuple):
         flag: name of the flag that controls the change.
         off: value of the flag without the change.
         seeds: indexes of the seeds of its random operators. Each random operator needs its own seed, and no index may
-            occur twice, so that a change does not influence the random numbers of the others.
+            occur twice, so that a change does not influence the random numbers of other changes.
         apply: apply(images, mean, options, seeds) returns (images, mean) after adding operators to the pipeline. Images
             are uint8 [H, W, 3] in RGB; `mean` is the color that is subtracted later, which may be an output of an
             operator.

@@ -5,9 +5,9 @@ would kill the process with SIGBUS.
 
 Order of the training images: class folders and file lists are fully shuffled before each epoch. RecordIO files and
 LMDBs are read in stored order through a buffer of at most shards.SHUFFLE_BUFFER images per process, from which the next
-image is drawn at random. TFRecord and WebDataset shards are also read through a buffer of this size, but in each epoch,
-the shards are read in a different random order, which all processes share. For the order of Parquet files, see
-formats/parquet.py.
+image is drawn at random. TFRecord and WebDataset shards are also read through a buffer of shards.SHUFFLE_BUFFER images,
+but in each epoch, the shards are read in a different random order, which all processes share. For the order of Parquet
+files, see formats/parquet.py.
 """
 
 import hashlib

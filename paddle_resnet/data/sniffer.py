@@ -165,7 +165,7 @@ class Sight:
 def look(root: str | os.PathLike[str]) -> list[Sight]:
     """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized. If nothing is
     recognized in the folder itself, but the folder has a single subfolder, as unpacked archives often have, return
-    [Sight] for what the subfolder contains."""
+    [Sight] for what the subfolder, or a single subfolder of the subfolder and so on, contains."""
     root = os.fspath(root)
     paths = _paths(root)
     sights = _look(root, paths)

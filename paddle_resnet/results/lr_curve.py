@@ -34,8 +34,8 @@ class Curve:
             that was read from a file, None.
         smoothed: result of smooth(loss); excludes the last loss if it is not finite.
         factor: number of processes times --accumulate-steps.
-        steepest: rate at which the smoothed loss falls fastest, rounded; the suggested value of --lr. None if the
-            smoothed loss does not fall clearly.
+        steepest: rate at which the smoothed loss falls fastest, rounded, which is the suggested value of --lr; None if
+            the smoothed loss does not fall clearly.
         minimum: rate at which the smoothed loss is lowest, rounded; None if steepest is None.
         ended_early: whether the search ended because the loss diverged.
         arguments: {flag: value}.

@@ -80,7 +80,7 @@ def _teacher(run):
 
 
 def save(path: str | Path, template: str, **content: Any) -> None:
-    """Render a template in this folder and write the page. Raise RunError if the page cannot be written."""
+    """Render a template in results/ and write the page. Raise RunError if the page cannot be written."""
     try:
         with outputs.replaced(path) as partial:
             text = _templates().get_template(template).render(content)
@@ -291,8 +291,8 @@ def _ratio(text):
 
 def _per_class(run, classes):
     """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, preceded by its averages. With
-    --multi-label, the average precision follows the images. Return no rows for older tables, which lack these
-    metrics."""
+    --multi-label, the average precision follows the images. Return no rows for a table of an older version, which lacks
+    precision, recall and F1."""
     best = run.best()
     metrics = run.epochs[best[0]] if best else {}
     empty = ("", "") if run.is_multi_label else ("",)

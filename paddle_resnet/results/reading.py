@@ -399,8 +399,7 @@ def _spend(run, data):
 
 
 def _spend_epoch(run, data):
-    """Add the time of a complete epoch to run.spent_s. This time replaces run.open_s, the time of the steps in the
-    epoch."""
+    """Add the time of a complete epoch to run.spent_s, and reset run.open_s, the time of the steps in the epoch."""
     run.epoch_s, run.open_s = run.total_s, Counter()
     for phase in ("train", "val"):
         run.spent_s[phase] += data.get(f"{phase}.epoch_time") or 0

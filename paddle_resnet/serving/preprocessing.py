@@ -313,7 +313,7 @@ def chosen(probabilities: np.ndarray, model: dict) -> np.ndarray:
 
 
 def _decoder_text(evaluated):
-    """Return a line that states which decoder the recorded top1 or mAP belongs to, or "" if this is unknown."""
+    """Return a line that states which decoder the recorded top1 or mAP belongs to, or "" if it is not recorded."""
     evaluated = evaluated if isinstance(evaluated, dict) else {}
     pixels = {"cpu": "pixels as computed here, within 2 levels", "gpu": "JPEG pixels within 6 levels of those here"}
     name = "map" if "map" in evaluated else "top1"

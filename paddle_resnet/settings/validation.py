@@ -271,7 +271,7 @@ def _unused(settings):
 def _is_requested(settings, name):
     """Return whether the effect of a flag was requested: by a value that differs from the default, or by any value on
     the command line or in Python except 0, false and None, which turn a flag off. A derived value is not a request. A
-    default in a file is not a request either, because the output of --print-config also lists unused flags."""
+    default in a file is not a request, because the output of --print-config also lists unused flags."""
     value, origin = getattr(settings, name), settings.origin(name)
     is_typed = origin in ("command line", "Python")
     return not origin.startswith("--") and (value != DEFAULTS[name] or (is_typed and bool(value)))

@@ -20,7 +20,7 @@ CAN_SKIP = False  # DALI's reader cannot omit records
 
 
 def detect(image_root: str, mode: Mode) -> list[str]:
-    """Return the paths of a split's LMDB, one folder."""
+    """Return [path of the folder of a split's LMDB], or [] if the split has none."""
     return split_names.find(image_root, mode, NAMES, lambda path: os.path.isdir(path) or path.endswith("_lmdb"))
 
 

@@ -255,7 +255,7 @@ def _rows_of_folder(root, images, options):
 
 def _tables(root, images, options):
     """Return the paths of the tables in a folder: one table without a split, or one for each split; [] if there are
-    none. Raise UsageError if several tables of a split contradict each other."""
+    none. Raise UsageError if table_sets.chosen cannot choose between several tables of a split."""
     folders = [
         "",
         *(name for name in sorted(os.listdir(root)) if split_of(name) and os.path.isdir(os.path.join(root, name))),
