@@ -261,7 +261,7 @@ def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, c
 )
 def test_order_continues_after_epoch_with_changed_job(parse, distinct, shard, capsys, data_format, change):
     """After the first epoch, either the number of processes or the batch size changes. The order of image files does
-    not depend on either."""
+    not depend on these two numbers."""
 
     def build(world_size, batch, states=None):
         flags = ["--num-of-class", "37", "--data-format", data_format, "--batch-size", batch]
@@ -556,8 +556,8 @@ def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, shard,
 @pytest.mark.parametrize("damage", [name for name in BROKEN if name != "cut in the image"])
 @pytest.mark.parametrize("mode", Mode)
 def test_invalid_header_is_detected_before_decoding(parse, photos, tmp_path, mode, damage):
-    """DALI's decoders crash if a large batch contains such an image. In a small batch, they raise an error, too, so the
-    test checks which operator raised the error."""
+    """DALI's decoders crash if a large batch contains an image with an invalid header. In a small batch, the decoders
+    also raise an error, so the test checks which operator raised it."""
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     for path in (root / mode.value).glob("*/*"):
@@ -1009,9 +1009,19 @@ def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
 @pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize(
     ("world_size", "batch"),
-    [(1, 4), (2, 5), (3, 3), (40, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((16, 4), (37, 1)))],
+    [(1, 4), (2, 5), (3, 3), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((40, 2), (16, 4), (37, 1)))],
 )
 def test_evaluation_of_every_format_yields_each_image_once(parse, distinct, shard, data_format, world_size, batch):
+    check_evaluation(parse, distinct, shard, data_format, world_size, batch)
+
+
+@pytest.mark.parametrize("data_format", ["folder", "recordio", "webdataset"])
+def test_evaluation_with_more_processes_than_images(parse, distinct, shard, data_format):
+    check_evaluation(parse, distinct, shard, data_format, world_size=40, batch=2)
+
+
+def check_evaluation(parse, distinct, shard, data_format, world_size, batch):
+    """Check that the processes together read each of the 37 images once, in two evaluations."""
     loaders = []
     for rank in range(world_size):
         shard(rank, world_size)

@@ -595,7 +595,8 @@ def test_resumed_epoch_averages_all_images_but_times_only_its_steps(parse):
 
 
 def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
-    """A checkpoint contains the metrics of all previous steps. After it is saved, the rank is in the epoch again."""
+    """A checkpoint contains the metrics of all previous steps. After a checkpoint is saved, the rank
+    reports that it is in the phase of the epoch again."""
     time, events, fetchs = FakeTime(), [], fake_fetchs()
     monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", time)
     monkeypatch.setattr(watchdog, "phase", events.append)
@@ -959,7 +960,8 @@ def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, mo
 
 
 def test_batch_may_contain_additional_feeds(parse, monkeypatch):
-    """The additional feed contains class weights (soft labels), which replace the labels in the loss function."""
+    """The additional feed contains target probabilities (soft labels), which replace the labels in the loss
+    function."""
     args, [(images, labels)] = parse("--lr", "0"), random_batches(1)
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
     feeds = building.feeds_of

@@ -100,9 +100,9 @@ def _correction(loss, shifted, log_sum, label, weights):
 
     On a CPU, the kernels of cross_entropy and log_softmax raise logits to at least the largest logit of the image minus
     64, which limits the loss and changes gradients by less than 1e-27. For all images whose smallest logit is at most
-    63 below the largest, the correction is 0, so that their loss is the kernel's value. This value does not depend on
-    the other images of the batch, whereas the last bit of the correction would, because it is computed with Paddle's
-    exp operator."""
+    63 below the largest, the correction is 0, so that their loss is the kernel's value. The kernel's value does not
+    depend on the other images of the batch, whereas the last bit of the correction would, because it is computed with
+    Paddle's exp operator."""
     if weights is None:
         exact = _op("elementwise_sub", {"X": log_sum, "Y": _op("index_sample", {"X": shifted, "Index": label})})
     else:

@@ -119,7 +119,7 @@ def paddle_depthwise(program: static.Program) -> tuple[str, ...]:
 
 
 def find_tail(graph: Graph, bn: Operator) -> Tail:
-    """Return the Tail of a BN operator."""
+    """Return the Tail of a BN operator, which describes the operators that are fused with this operator."""
     y = bn.output("Y")[0]
     if activation := _activation(graph, y):
         op, name = activation

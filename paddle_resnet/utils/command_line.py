@@ -150,8 +150,8 @@ class _Help(argparse.Action):
 
 def join_help(arguments: Sequence[str] | None) -> list[str]:
     """Return the arguments (default: those of this process) with the first `--help` and its value joined by "=".
-    Otherwise, argparse would parse `--help --lr` as two flags. The arguments after this value are dropped, because the
-    command prints help and exits."""
+    Otherwise, argparse would parse `--help --lr` as two flags. The arguments after the value of --help are dropped,
+    because the command prints help and exits."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for i, argument in enumerate(arguments[:-1]):
         if argument == "--":
