@@ -416,7 +416,10 @@ def test_dry_run_does_not_measure(run, capsys):
             "--budget-minutes 5: not supported with --profile-steps; remove one of them",
         ),
         (["--budget-minutes", -1], "-1"),
-        (["--budget-minutes", "1e9"], "--budget-minutes: 1e9 is too large; use at most 527040, which is a year"),
+        (
+            ["--budget-minutes", "1e9"],
+            "--budget-minutes: 1e9 minutes are too long; use at most 527040, which is a year",
+        ),
     ],
 )
 def test_conflicts_are_errors(run, capsys, flags, message):

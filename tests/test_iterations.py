@@ -261,7 +261,7 @@ def test_interval_defaults_depend_on_iter_unit(parse):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--iter-unit batch", "--iter-unit batch: requires the number of training steps; add --num-iter"),
+        ("--iter-unit batch", "--iter-unit batch: requires the number of training steps; add --num-iter N"),
         *(
             (f"--iter-unit batch --num-iter 5 --epochs {n}", f"--epochs {n}: not used by --iter-unit batch; remove it")
             for n in (3, 90)

@@ -197,7 +197,7 @@ def test_any_iterable_is_adapted(program):
         ([{0: {"data": DATA, "label": LABELS}}], "a batch in an unexpected format"),
         (
             [[{"data": DATA, "label": LABELS.astype(np.int32)}]],
-            r"label as int32 \['N', 1\], but the program expects int64 \['N', 1\]; convert it",
+            r"label as int32 \['N', 1\], but the program expects int64 \['N', 1\]; convert it in",
         ),
         ([[{"data": DATA[:, :1], "label": LABELS}]], r"data as float32 \['N', 1\], but the program expects float32"),
         ([[{"data": DATA, "label": LABELS[:2]}]], "a batch with 3 data and 2 label; yield at least one image, and one"),
