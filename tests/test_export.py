@@ -22,7 +22,7 @@ from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict, training_images, with_meta
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
-from paddle_resnet.checkpoints import conversion, folders, foreign_files, restore
+from paddle_resnet.checkpoints import conversion, folders, foreign_files
 from paddle_resnet.components import quantization
 from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
@@ -472,62 +472,30 @@ def test_tolerance_of_onnx_file_depends_on_precision(checkpoint, tmp_path, monke
     assert calls == [("float32", None, 1e-4), ("float16", None, 0.02)]
 
 
-@pytest.mark.parametrize(
-    ("options", "result"),
-    [
-        ({}, None),
-        ({"onnx": True}, "onnxruntime"),
-        ({"int8": "tensorrt"}, "tensorrt"),
-        ({"int8": "tensorrt", "calibration": True}, "--calibrate .*: .* already has activation"),
+def test_flags_that_a_network_trained_with_qat_does_not_support(trained, photos, tmp_path):
+    """tests/components/test_quantization.py exports such a network."""
+    checkpoint, _ = trained("--qat")
+    for options, message in (
+        ({"int8": "tensorrt", "calibration": export.Calibration(photos)}, "--calibrate .*: .* already has activation"),
         (
             {"onnx": True, "precision": "float16"},
             "--precision float16: not supported with --onnx for a checkpoint trained",
         ),
         ({"safetensors": True}, "--safetensors: .* was trained with --qat, and the file cannot contain its"),
-    ],
-)
-def test_network_trained_with_qat_is_quantized_without_calibration(
-    checkpoint, photos, tmp_path, monkeypatch, options, result
-):
-    def load(*arguments, **flags):
-        network = real(checkpoint)
-        network.args.set("test", qat=True)
-        return network
-
-    def write(network, folder, engine, tolerance):
-        written.append((network.description["int8"], engine, tolerance))
-        return {}
-
-    written, real = [], networks.load_checkpoint
-    monkeypatch.setattr(networks, "load_checkpoint", load)
-    monkeypatch.setattr(onnx_writer, "require", lambda package: None)
-    monkeypatch.setattr(quantization, "use_levels_of", lambda engine, program, bits: written.append((engine, bits)))
-    monkeypatch.setattr(export, "_write_onnx", write)
-    monkeypatch.setattr(export, "_report_speed", lambda network, folder: written.append("speed"))
-    if "calibration" in options:
-        options = options | {"calibration": export.Calibration(photos)}
-    with pytest.raises(UsageError, match=f"^{result}") if "--" in str(result) else nullcontext():
-        export.export(checkpoint, tmp_path / "exported", **options)
-        description = {"engine": result, "weight_bits": 8}
-        speed = ["speed"] * (result == "onnxruntime")
-        assert written == ([(result, 8), (description, result, 0.1), *speed] if result else [])
+    ):
+        with pytest.raises(UsageError, match=f"^{message}"):
+            export.export(checkpoint, tmp_path / "exported", **options)
+    export.export(checkpoint, tmp_path / "exported")
+    assert not (tmp_path / "exported/model.onnx").exists()
 
 
-def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos, monkeypatch):
+def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
     def outputs(images):
         """Return the same probabilities for each image: 0.4201, 0.4244 and 0.1555."""
         logits = np.tile([1, 1.01, 0.006], (len(images), 1))
         return [np.exp(export._log_softmax(logits)), logits]
 
-    def build(args, mode, trained):
-        assert (args.image_root, args.num_of_class, mode) == (str(photos), 3, Mode.EVAL)
-        assert args.batch_size == 32
-        assert trained == restore.recorded_classes(network.meta) and len(trained) == 3
-        return real(args, mode, trained=trained)
-
-    network, real = networks.load_checkpoint(checkpoint), dali.build_dataloader
-    network.args.set("test", batch_size=512)
-    monkeypatch.setattr(dali, "build_dataloader", build)
+    network = networks.load_checkpoint(checkpoint)
     for precision, ties in (("float16", 23), ("float32", 0)):
         assert export._score(network, Model("", network.description, outputs, precision), photos)["ties"] == ties
     score = {"correct": 1000, "images": 1000, "ties": 2}
@@ -792,7 +760,8 @@ REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images")
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in REPEATED)) for name in EVALUATED]
 )
 def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_path, capsys, name):
-    """A correct checkpoint is accepted. The same checkpoint with a changed weight or recorded loss is rejected."""
+    """A correct checkpoint is accepted, and the same checkpoint with a different recorded loss is rejected. With TTA, a
+    changed weight is tested, too."""
     root, flags = photos, EVALUATED[name].split()
     if name == "label offset":
         root = tmp_path / "records"
@@ -822,7 +791,8 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
         loss, plain_loss = (export._score(network, model, root, each)["loss"] for each in (True, False))
         assert loss == pytest.approx(recorded, rel=1e-6)
         assert (plain_loss == pytest.approx(recorded, rel=5e-6)) == (name not in ("half-precision images", "TTA"))
-    for i, wrong in enumerate(({"parameter": "linear_0.w_0"}, {"loss": 3e-4}, {"loss": -3e-4})):
+    changes = {"loss": 3e-4}, {"loss": -3e-4}, {"parameter": "linear_0.w_0"}
+    for i, wrong in enumerate(changes if name == "TTA" else changes[:1]):
         code, out, err = verify(change(checkpoint, tmp_path / str(i), **wrong))
         assert code == 1 and "the checkpoint's network and its recorded evaluation disagree: " in err
 

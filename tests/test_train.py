@@ -136,6 +136,11 @@ def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
     )
 
 
+def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
+    assert run_train("--dry-run", "--num-of-class", "5")[0] == 0
+    assert f"warning: --num-of-class 5: exceeds the 3 classes in {photos}; reduce it" in capsys.readouterr().err
+
+
 def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--epochs", "2"]
     code, report = run_train(*flags)
@@ -229,6 +234,8 @@ def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys,
     assert_one_error(output.err, [*message, str(root)])
     assert "the train split in" not in output.out or (root / "train" / "class1").is_dir()
     assert report == []
+    if message[-1].startswith("--allow"):
+        assert run_train(message[-1], "--dry-run", image_root=root)[0] == 0
 
 
 OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
