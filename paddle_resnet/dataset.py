@@ -164,6 +164,11 @@ def _run_split(args: argparse.Namespace):
     _claim_folder(args)
     try:
         counts, n_classes = split.split(args.source, args.output, args.val, args.seed, args.group_duplicates)
+    except BrokenProcessPool as e:
+        raise UsageError(
+            "--group-duplicates: a worker process was killed, possibly because memory ran out; free memory, and repeat "
+            "the command"
+        ) from e
     except OSError as e:
         name = f" {e.filename}" if e.filename else ""
         raise UsageError(

@@ -262,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         main={
             "What to predict": ("model", "images", "--model-arch-name"),
-            "What to print": ("--csv", "--json", "--features"),
+            "What to print": ("--csv", "--json", "--heat-map", "--features"),
             "How to predict": ("--device", "--batch-size", "--precision", "--tta"),
             "What else to do with the model": ("--serve", "--benchmark"),
         },

@@ -1009,9 +1009,19 @@ def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
 @pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize(
     ("world_size", "batch"),
-    [(1, 4), (2, 5), (3, 3), (40, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((16, 4), (37, 1)))],
+    [(1, 4), (2, 5), (3, 3), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((40, 2), (16, 4), (37, 1)))],
 )
 def test_evaluation_of_every_format_yields_each_image_once(parse, distinct, shard, data_format, world_size, batch):
+    check_evaluation(parse, distinct, shard, data_format, world_size, batch)
+
+
+@pytest.mark.parametrize("data_format", ["folder", "recordio", "webdataset"])
+def test_evaluation_with_more_processes_than_images(parse, distinct, shard, data_format):
+    check_evaluation(parse, distinct, shard, data_format, world_size=40, batch=2)
+
+
+def check_evaluation(parse, distinct, shard, data_format, world_size, batch):
+    """Check that the processes together read each of the 37 images once, in two evaluations."""
     loaders = []
     for rank in range(world_size):
         shard(rank, world_size)

@@ -343,7 +343,7 @@ def run_script(folder, image):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("flags", [[], ["--uint8"], ["--triton"]])
+@pytest.mark.parametrize("flags", [[], ["--uint8", "--triton"]])
 def test_export_computes_independent_probabilities(trained, data, tmp_path, capsys, flags):
     pytest.importorskip("onnxruntime")
     folder, _ = trained

@@ -128,7 +128,8 @@ def check_resumed(checkpoint: StartCheckpoint | None, teacher: Teacher | None) -
     if recorded is not None and recorded["sha256"] != teacher.sha256:
         raise UsageError(
             f"--teacher {teacher.weights.parent}: {teacher.weights.name} differs from the weights with which "
-            f"{checkpoint.folder} was trained; restore the teacher {recorded['folder']}, or start a new run"
+            f"{checkpoint.folder} was trained; use --teacher {recorded['folder']} with its original weights, or start "
+            "a new run"
         )
 
 

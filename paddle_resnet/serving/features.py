@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paddle_resnet.utils import files, logger, outputs
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +38,7 @@ def writer(path: str | Path) -> Iterator[Callable[[Sequence[str], np.ndarray], N
         a function write(paths of N images, features [N, channels]).
     Raises:
         UsageError: a file cannot be written.
+        RunError: stdout was closed before the end of the block.
     """
     count = channels = 0
 
@@ -68,7 +69,9 @@ def writer(path: str | Path) -> Iterator[Callable[[Sequence[str], np.ndarray], N
             rows.writerow(["row", "image"])
             yield write
             header()
-    except logger.ClosedPipe:
-        raise
+    except logger.ClosedPipe as e:
+        raise RunError(
+            f"--features {path}: not written, because stdout was closed; read all of stdout, or redirect it to a file"
+        ) from e
     except OSError as e:
         raise UsageError(f"--features {path}: cannot be written ({e.strerror}); choose a different file") from e

@@ -116,22 +116,22 @@ def perceptual_hash(picture: Pillow.Image) -> int:
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
-def describe(image: Image) -> tuple[int | None, int | None, str | None]:
-    """Return (perceptual hash, label, None) of an image, or (None, None, reason) if it cannot be read."""
+def describe(image: Image) -> tuple[int | None, str | None]:
+    """Return (perceptual hash, None) of an image, or (None, reason) if it cannot be read."""
     try:
-        data, label = read_image(image)
+        data, _ = read_image(image)
     except OSError as e:
-        return None, None, f"cannot be read ({e.strerror})"
+        return None, f"cannot be read ({e.strerror})"
     except UsageError as e:
-        return None, None, f"cannot be read ({e})"
+        return None, f"cannot be read ({e})"
     try:
         with warnings.catch_warnings():  # such as those about transparency and about large images
             warnings.simplefilter("ignore")
-            return perceptual_hash(Pillow.open(io.BytesIO(data))), None if label is None else int(label), None
+            return perceptual_hash(Pillow.open(io.BytesIO(data))), None
     except UnidentifiedImageError:  # its message contains an address
-        return None, None, "is not in an image format that Pillow supports"
+        return None, "is not in an image format that Pillow supports"
     except Exception as e:  # the errors of Pillow have no common base class
-        return None, None, f"cannot be decoded by Pillow ({core(e)})"
+        return None, f"cannot be decoded by Pillow ({core(e)})"
 
 
 def describe_all(images: Sequence[Image], workers: int | None = None) -> Iterator[tuple]:
@@ -151,19 +151,18 @@ def by_hash(images: dict[Mode, list[Image]], distance: int = DISTANCE, workers: 
     """Find the validation images whose perceptual hash differs by at most `distance` bits from that of a training
     image. For `images`, see list_images; for `workers`, see describe_all."""
     results = describe_all([image for mode in Mode for image in images[mode]], workers)
-    kept, labels, hashes = ({mode: [] for mode in Mode} for _ in range(3))
+    kept, hashes = ({mode: [] for mode in Mode} for _ in range(2))
     unreadable = {}
     for mode in Mode:
-        for image, (value, label, problem) in zip(images[mode], results, strict=False):
+        for image, (value, problem) in zip(images[mode], results, strict=False):
             if problem is None:
                 kept[mode].append(image)
-                labels[mode].append(label)
                 hashes[mode].append(value)
             else:
                 unreadable[image.name] = problem
     hashes = {mode: np.array(values, np.uint64) for mode, values in hashes.items()}
     closest = closest_hashes(hashes[Mode.EVAL], hashes[Mode.TRAIN], distance)
-    return _report(kept, labels, closest, unreadable)
+    return _report(kept, closest, unreadable)
 
 
 def closest_hashes(queries: np.ndarray, references: np.ndarray, distance: int) -> list[tuple[int, int, int, int]]:
@@ -276,35 +275,31 @@ def by_features(
     closest = [
         (i, int(found[i]), max(0.0, 1 - float(best[i])), int(matches[i])) for i in np.flatnonzero(matches).tolist()
     ]
-    labels = {mode: [image.label for image in kept[mode]] for mode in Mode}
-    return _report(kept, labels, closest, unreadable)
+    return _report(kept, closest, unreadable)
 
 
-def _report(images, labels, closest, unreadable):
-    pairs = [
-        Pair(
-            _kind(images[Mode.EVAL][i], images[Mode.TRAIN][k]),
-            distance,
-            *(images[Mode.EVAL][i].name, labels[Mode.EVAL][i]),
-            *(images[Mode.TRAIN][k].name, labels[Mode.TRAIN][k]),
-            matches,
-        )
-        for i, k, distance, matches in closest
-    ]
+def _report(images, closest, unreadable):
+    pairs = []
+    for i, k, distance, matches in closest:
+        val, train = images[Mode.EVAL][i], images[Mode.TRAIN][k]
+        kind, val_label, train_label = _compare(val, train)
+        pairs.append(Pair(kind, distance, val.name, val_label, train.name, train_label, matches))
     pairs.sort(key=lambda pair: ((FILE, PIXELS, SIMILAR).index(pair.kind), pair.distance, pair.val))
     return Report({mode.value: len(images[mode]) for mode in Mode}, pairs, unreadable)
 
 
-def _kind(first, second):
-    """Return how two similar images agree: FILE, PIXELS or SIMILAR."""
+def _compare(first, second):
+    """Return how two similar images agree (FILE, PIXELS or SIMILAR), and their labels."""
+    labels = first.label, second.label
     try:
-        (one, _), (two, _) = read_image(first), read_image(second)
-        if one == two:
-            return FILE
-        pixels = [preprocessing.upright_rgb(Pillow.open(io.BytesIO(data))) for data in (one, two)]
+        contents, labels = zip(*map(read_image, (first, second)), strict=True)  # the labels of records are in the files
+        labels = [None if label is None else int(label) for label in labels]
+        if contents[0] == contents[1]:
+            return FILE, *labels
+        pixels = [preprocessing.upright_rgb(Pillow.open(io.BytesIO(data))) for data in contents]
     except Exception:  # DALI can read images that Pillow cannot read, and the files may change
-        return SIMILAR
-    return PIXELS if np.array_equal(*pixels) else SIMILAR
+        return SIMILAR, *labels
+    return PIXELS if np.array_equal(*pixels) else SIMILAR, *labels
 
 
 def write_csv(report: Report, file: Any) -> None:
