@@ -473,7 +473,7 @@ def test_tolerance_of_onnx_file_depends_on_precision(checkpoint, tmp_path, monke
 
 
 def test_flags_that_a_network_trained_with_qat_does_not_support(trained, photos, tmp_path):
-    """tests/components/test_quantization.py exports such a network."""
+    """tests/components/test_quantization.py tests the exports that are supported for networks trained with --qat."""
     checkpoint, _ = trained("--qat")
     for options, message in (
         ({"int8": "tensorrt", "calibration": export.Calibration(photos)}, "--calibrate .*: .* already has activation"),

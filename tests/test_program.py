@@ -737,7 +737,7 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
     assert [line[:2] for line in shown] == [(1, 4), (2, 4), (3, 4), (4, 4)]
     times = f"ips 3.922  data_time 0.02  compute_time 1  batch_time 1.02  lr {0.05 * accumulate_steps}"
     assert capsys.readouterr().out.splitlines()[-1] == f"epoch 1 step 0 train  loss 1  top1 2  top5 3  {times}"
-    # Steps 0 and 1 take 20 ms for the batch and 1 s for the computation. Their losses are 1 and 2.
+    # Steps 0 and 1 take 20 ms for the batch and 1 s for the computation, and have the losses 1 and 2.
     for loss, (*_, fields, more) in zip((1, 1.5), shown, strict=False):
         assert fields == [f"loss {loss:.3f}", f"top1 {loss + 1:.3f}", "4 images/s", f"lr {0.05 * accumulate_steps}"]
         assert more == ["waiting for data 2%"]

@@ -85,8 +85,8 @@ def add_paddle(
 
 
 def _nan_rows(logits):
-    """Return the logits, with all logits of an image replaced by NaN if any of them is NaN or +inf. Otherwise, Paddle's
-    cross entropy of such an image could be finite on a CPU."""
+    """Return the logits, with all logits of an image replaced by NaN if any of them is NaN or +inf. Without the
+    replacement, Paddle's cross entropy of such an image could be finite on a CPU."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN

@@ -122,7 +122,7 @@ def _listen():
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue
         signal.signal(number, _note)
-        # Restart system calls after a signal. Otherwise Paddle's TCP store would report an interrupted system call as a
+        # Restart system calls after a signal, because Paddle's TCP store would report an interrupted system call as a
         # lost connection.
         signal.siginterrupt(number, False)
 

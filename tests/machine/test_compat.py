@@ -43,7 +43,8 @@ def test_newer_version_is_accepted_with_one_warning(version, capsys):
 
 
 def test_only_rank_0_warns_of_newer_version(environment, tmp_path):
-    """Two processes start like the ranks of a job. The command of the warning is obeyed in tests/test_self_test.py."""
+    """Two processes start like the ranks of a job. tests/test_self_test.py runs the command that the
+    warning recommends."""
     (tmp_path / "sitecustomize.py").write_text("import paddle_resnet, paddle\npaddle.__version__ = '3.4.0'\n")
     endpoints = "127.0.0.1:1,127.0.0.1:2"
     environment(PADDLE_TRAINERS_NUM=2, PADDLE_MASTER="127.0.0.1:1", PADDLE_TRAINER_ENDPOINTS=endpoints)
