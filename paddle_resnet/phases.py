@@ -214,7 +214,7 @@ class Run:
             dali.warn_of_unused_outputs(data, train_loader)
         if (
             checkpoint is None
-        ):  # a run that continues checks the steps when its position is known, before its first step
+        ):  # for a run that continues, program.run checks --profile-steps, when the position is known
             steps = len(train_loader or eval_loader)
             if trains:
                 uniform = durations.uniform(settings.accumulate_steps, steps)
@@ -273,7 +273,7 @@ class Run:
 
     def set_weights(self) -> None:
         """Load the initial weights, restore the training state of the checkpoint, and let components change the
-        weights, such as prune them (--prune-model) and cast them for mixed precision (--amp). Also set the thresholds
+        weights, for example by pruning (--prune-model) or casting for mixed precision (--amp). Also set the thresholds
         with which a multi-label network is evaluated.
 
         Raises:
@@ -305,8 +305,9 @@ class Run:
             precision.start_evaluation(settings.part(precision.Settings), evaluation.program, place, float32)
 
     def compile_programs(self) -> None:
-        """Compile the programs. Make the evaluation program use averages of the weights (such as those of --ema), and
-        fold BN in half precision, also in the network of --teacher. Raises the errors of program.compile_prog."""
+        """Compile the programs. Make the evaluation program use averages of the weights (such as those of --ema). In half
+        precision, fold BN into convolutions in the evaluation program and in the network of --teacher. Raises the
+        errors of program.compile_prog."""
         watchdog.phase("program compilation")
         options, training, evaluation = self.settings.part(FoldOptions), self.training, self.evaluation
         if training:
@@ -378,7 +379,8 @@ class Run:
 
     def enter_stage(self, epoch: int, saver: saver.Saver) -> None:
         """If an epoch starts a new stage (--sizes, --unfreeze-at), make it the training Work, and compile its program.
-        If its batch shape differs, also build a new loader that continues the image order of the previous loader."""
+        If the batch shape of the new stage differs, also build a new loader that continues the image order of the
+        previous loader."""
         training = self.training
         if not training.later or epoch < training.later[0][0]:
             return
@@ -401,9 +403,10 @@ class Run:
 
 
 def _initialize(exe, startup_prog, *later):
-    """Run the startup program of the first stage. The startup programs of later stages then run only the operators that
+    """Run the startup program of the first stage and, of the startup programs of later stages, only the operators that
     initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
-    freezes. Their other operators are removed, because they would reset the variables that all stages share."""
+    freezes. All other operators in the startup programs of later stages are removed, because they would reset the
+    variables that all stages share."""
     exe.run(startup_prog)
     initialized = {name for op in graph.block(startup_prog).ops for name in op.output_arg_names}
     for startup_prog in later:

@@ -17,7 +17,6 @@ from paddle_resnet import config, export, models
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
 from paddle_resnet.optimizers import schedules
-from paddle_resnet.passes import all_reduces
 from paddle_resnet.utils.mode import Mode
 
 ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
@@ -71,15 +70,11 @@ def test_evaluation_is_equal_in_every_format(run_train, converted, tmp_path, cap
             assert actual[name] == expected[name]
 
 
-def test_last_epoch_is_saved_and_evaluated_regardless_of_intervals(run_train, tmp_path, monkeypatch):
-    """BN statistics are averaged after every epoch, even without an evaluation."""
-    averages = []
-    monkeypatch.setattr(all_reduces, "average_bn", lambda *_: averages.append(1))
+def test_last_epoch_is_saved_and_evaluated_regardless_of_intervals(run_train, tmp_path):
     code, report = run_train("--epochs", "3", "--save-interval", "2", "--eval-interval", "2")
     assert code == 0
     assert sorted(p.name for p in (tmp_path / "output" / "Tiny").glob("[0-9]*")) == ["1", "2"]
     assert [e["step"] for e in report if len(e["step"]) == 1 and "val.loss" in e["data"]] == [[1], [2]]
-    assert len(averages) == 3
 
 
 def test_train_only_requires_no_validation_images(run_train, photos, tmp_path):
@@ -134,6 +129,11 @@ def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
     assert_one_error(
         capsys.readouterr().err.partition("nowhere")[2], ["--output-dir", "output is not a writable folder"]
     )
+
+
+def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
+    assert run_train("--dry-run", "--num-of-class", "5")[0] == 0
+    assert f"warning: --num-of-class 5: exceeds the 3 classes in {photos}; reduce it" in capsys.readouterr().err
 
 
 def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
@@ -229,6 +229,8 @@ def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys,
     assert_one_error(output.err, [*message, str(root)])
     assert "the train split in" not in output.out or (root / "train" / "class1").is_dir()
     assert report == []
+    if message[-1].startswith("--allow"):
+        assert run_train(message[-1], "--dry-run", image_root=root)[0] == 0
 
 
 OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
@@ -305,7 +307,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 def test_scripts_of_nvidia_example_train_and_their_export_command_works(
     run_train, checkpoint, tmp_path, capsys, work_in, name
 ):
-    """With tiny values: a tiny network, one epoch and, on a CPU, float32."""
+    """The scripts run with tiny values: a tiny network, one epoch and, on a CPU, float32."""
     words = NVIDIA_SCRIPTS[name].split()
     for flag, count in (("--epochs", 2), ("--lr", 2), ("--model-prefix", 2), ("--from-pretrained-params", 2)):
         if flag in words:
@@ -391,7 +393,7 @@ def test_print_config_output_is_a_valid_config_file(train_process, tmp_path):
 def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     args = frozen(config.parse_args(["--config", str(path)]))
     assert args.model_arch_name in models.MODELS
-    assert f" {args.epochs} epochs" in path.read_text()  # in the header
+    assert f" {args.epochs} epochs" in path.read_text()  # the header of the recipe
     timeline = stages.timeline(args.part(stages.Options), images=8_000)
     schedule = schedules.build_lr_scheduler(args.part(schedules.Options), timeline)
     end = timeline.steps_before(args.epochs)

@@ -156,7 +156,7 @@ def timeline(options: Options, images: int) -> durations.Timeline:
     """Return the durations.Timeline of a run.
 
     Args:
-        options: Options.
+        options: the flags of the run.
         images: number of training images per process.
     Raises:
         UsageError: an epoch has fewer batches than --accumulate-steps, or the batch size of a stage exceeds `images`.

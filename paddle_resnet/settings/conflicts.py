@@ -23,7 +23,7 @@ from paddle_resnet.utils.mode import RunScope
 
 # Values of --data-format whose images have one label.
 ONE_LABEL = ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
-# Flags whose features PIR programs lack. Without a GPU, --cuda-graph and its value have no effect.
+# Flags whose features PIR programs lack. --cuda-graph is not among them, because it has no effect without a GPU.
 _NOT_IN_PIR = ("amp", "asp", "qat", "teacher")
 
 
@@ -52,7 +52,7 @@ class Budget(durations.Settings, benchmark.Settings, start.Settings):
     def warnings(self) -> Iterator[str]:
         if self.has_explicit_budget and (self.benchmark or not self.run_scope.trains):
             obstacle = "--benchmark" if self.benchmark else "--run-scope eval_only"
-            yield f"--budget-minutes {self.budget_minutes:g}: has no effect with {obstacle}; remove it"
+            yield f"--budget-minutes {self.budget_minutes:g}: has no effect with {obstacle}; remove --budget-minutes"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Outputs(output.Settings, start.Settings, benchmark.Settings, images.Settin
             yield Conflict(f"--tta {self.tta}: requires an evaluation; remove it or {obstacle}", ("tta",), phases)
         for name in ("predictions", "report_html"):
             if getattr(self, name) is not None and self.data_format == "synthetic":
-                problem = "not supported with --data-format synthetic; remove it"
+                problem = f"not supported with --data-format synthetic; remove {flag_name(name)}"
                 yield Conflict(f"{argument(self, name)}: {problem}", (name,), ("data_format",))
 
 
@@ -189,11 +189,13 @@ class Decay(rates.Settings, durations.Settings, start.Settings):
         is_used = self.lr_scheduler == "Piecewise" and self.run_scope.trains and self.budget_minutes is None
         if is_used and min(self.lr_decay_epochs) >= self.length:
             yield (
-                f"--lr-decay-epochs {listed(self.lr_decay_epochs)}: not before the end of the run ({self.length}), so "
-                "the learning rate never decays; use lower values"
+                f"--lr-decay-epochs {listed(self.lr_decay_epochs)}: not before the end of the run ({self.iter_unit} "
+                f"{self.length}), so the learning rate never decays; use lower values"
             )
         if self.warmup_start_lr and not self.warmup_epochs:
-            yield f"--warmup-start-lr {self.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"
+            rate = f"{self.warmup_start_lr:g}"
+            remedy = "add it, or remove --warmup-start-lr"
+            yield f"--warmup-start-lr {rate}: has no effect without --warmup-epochs; {remedy}"
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class Patience(saving.Settings, durations.Settings, start.Settings):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.patience and not self.run_scope.evaluates:
-            problem = "requires evaluations; use 0, or remove --run-scope train_only"
+            problem = "requires evaluations; use --patience 0, or remove --run-scope train_only"
             yield Conflict(f"--patience {self.patience}: {problem}", ("patience",), ("run_scope",))
 
     def warnings(self) -> Iterator[str]:
@@ -254,7 +256,7 @@ class Training(start.Settings, loader.Settings, stages_of.Settings, loss.Setting
         if self.freeze and not (self.is_from_weights or self.resume):
             yield (
                 f"--freeze {text(self.freeze)}: frozen layers would keep random initial weights; add "
-                "--from-pretrained-params"
+                "--from-pretrained-params DIR"
             )
         if self.class_weights != "none" and self.balanced_sampling:
             yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
@@ -280,7 +282,7 @@ class Device(machine.Settings, precision.Settings, loader.Settings):
 
     def warnings(self) -> Iterator[str]:
         if self.device == "cpu" and self.data_layout == "NHWC" and self.kernels == "paddle":
-            yield "--data-layout NHWC: with --kernels paddle, slower than NCHW on a CPU; use NCHW"
+            yield "--data-layout NHWC: with --kernels paddle, slower than NCHW on a CPU; use --data-layout NCHW"
         if self.device == "cpu" and self.dali_output_fp16:
             yield "--dali-output-fp16: rounds images to half precision, which has no benefit on a CPU; remove the flag"
 

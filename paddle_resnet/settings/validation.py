@@ -16,7 +16,7 @@ def _unused(settings: values.Settings) -> Iterator[Conflict]:
     """Yield a Conflict for each flag whose effect was requested, but that a different flag makes unused (used_by in
     field.Declaration). The effect was requested by a value that differs from the default, or by any value on the
     command line or in Python except 0, false and None, which turn a flag off. A derived value is not a request. A
-    default in a file is not a request either, because the output of --print-config also lists unused flags."""
+    default in a file is not a request, because the output of --print-config also lists unused flags."""
     for name, declaration in FLAGS.items():
         choice, users = declaration.used_by or (None, ())
         if choice is None or getattr(settings, choice) in users:
@@ -66,8 +66,9 @@ def check(settings: values.Settings) -> None:
 
 
 def check_command(settings: values.Settings) -> None:
-    """Check the flags of a command line before flags are inherited or chosen. If none will be, also check the flags
-    that check() checks. Raises UsageError if a value is invalid, or flags conflict."""
+    """Check the flags of a command line before flags are inherited or chosen. If the run will neither inherit nor
+    choose flags, also check the flags that check() checks. Raises UsageError if a value is invalid, or flags
+    conflict."""
     is_complete = not (settings.part(start.Settings).is_from_weights or settings.resume or settings.choose_recipe)
     check_none([*_found(settings, _OF_COMMAND), *(_found(settings, _OF_RUN) if is_complete else ())])
 
@@ -87,8 +88,8 @@ def warnings(settings: values.Settings) -> Iterator[str]:
 
 def drop_unused(settings: values.Settings) -> None:
     """Set each value of a file or a recipe that a flag of higher rank (values.Settings.rank) makes unused to its
-    default, and add a message to settings.dropped. Conflicts between values of the same rank remain, and so do
-    conflicts in which the value of higher rank is the unused one."""
+    default, and add a message to settings.dropped. Conflicts between values of the same rank are not resolved,
+    nor are conflicts in which the value of higher rank is the unused one."""
     of_dropped = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
 
     def rank(name):
