@@ -305,8 +305,8 @@ class Run:
             precision.start_evaluation(settings.part(precision.Settings), evaluation.program, place, float32)
 
     def compile_programs(self) -> None:
-        """Compile the programs. Make the evaluation program use averages of the weights (such as those of --ema). In half
-        precision, fold BN into convolutions in the evaluation program and in the network of --teacher. Raises the
+        """Compile the programs. Make the evaluation program use averages of the weights (such as those of --ema). In
+        half precision, fold BN into convolutions in the evaluation program and in the network of --teacher. Raises the
         errors of program.compile_prog."""
         watchdog.phase("program compilation")
         options, training, evaluation = self.settings.part(FoldOptions), self.training, self.evaluation
