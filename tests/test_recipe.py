@@ -61,7 +61,7 @@ def test_explicit_flags_drop_conflicting_choices(capsys):
     flags = ["--asp", "--prune-model", "--amp-dtype", "bfloat16"]
     s = config.parse_args(["--choose-recipe", *flags])
     s.resolve("machine", device="gpu")
-    recipe.choose_from(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
+    recipe.Recipe(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {})).choose()
     resolution.drop_unused(s)
     validation.check(s)
     assert (s.amp, s.amp_level, s.amp_dtype, s.origin("amp_level")) == (True, "O1", "bfloat16", "default")

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ class CompiledStep(static.CompiledProgram):
         self.trace: trace.Trace | None = None
         self.accumulating: CompiledStep | PirStep | None = None
 
-    def step(self, exe, variables):
+    def step(self, exe: static.Executor, variables: Sequence[static.Variable]) -> Callable:
         """Return a function with the arguments of Executor.run that runs a step and fetches `variables`."""
         return functools.partial(exe.run, self, fetch_list=variables)
 
@@ -84,7 +85,7 @@ class PirStep:
         self.trace: trace.Trace | None = None
         self.accumulating: CompiledStep | PirStep | None = None
 
-    def step(self, exe, variables):
+    def step(self, exe: static.Executor, variables: Sequence[static.Variable]) -> Callable:
         """Return a function with the arguments of Executor.run that runs a step and fetches `variables`. The next step
         would overwrite the tensors that the Executor returns, so the function returns copies."""
         run = functools.partial(exe.run, self._program, fetch_list=[*map(self._variable_of, variables)])

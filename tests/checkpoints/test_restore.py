@@ -747,15 +747,18 @@ def test_files_of_other_programs_do_not_need_model_prefix(args, saved, prefix):
 
 def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
     shutil.copy(saved / "tiny.pdparams", saved / "mine.pdparams")
-    prefix = args.flag_value("model_prefix")
-    assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
-    assert restore.origin(None, str(saved / "tiny"), prefix) == (str(saved), folders.read_meta(saved))
-    assert restore.origin(None, None, prefix) == (None, None)
+
+    def origin(path):
+        return restore.origin(None, args.copy(from_pretrained_params=path).part(restore.Options))
+
+    assert origin(str(saved / "mine")) == (str(saved), None)
+    assert origin(str(saved / "tiny")) == (str(saved), folders.read_meta(saved))
+    assert origin(None) == (None, None)
     (saved / "meta.json").write_text("damaged")
     with pytest.raises(UsageError, match=f"^--from-pretrained-params {saved}/mine: damaged: meta.json is damaged; cho"):
-        restore.origin(None, str(saved / "mine"), prefix)
+        origin(str(saved / "mine"))
     (saved / "meta.json").unlink()
-    assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
+    assert origin(str(saved / "mine")) == (str(saved), None)
 
 
 @pytest.mark.parametrize("epoch", [4, None])
