@@ -146,8 +146,8 @@ def update_natively(block: "graph.Block", rule: "table.Rule", factor: "static.Va
 def _place_state(startup_prog):
     """Create the entire optimizer state on the device of the program.
 
-    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators need the powers of the betas on
-    the GPU, because a captured step must not read values from the host.
+    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators need the powers of the betas
+    on the GPU, because a captured step must not read values from the host.
     """
     from paddle_resnet import graph
 
