@@ -1156,7 +1156,7 @@ def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, c
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 0
     assert "exported: Tiny, 3 classes, images [None, 3, 32, 32]" in capsys.readouterr().out
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 2
-    assert "exported: already exists; remove it or choose a different folder" in capsys.readouterr().err
+    assert "exported: already exists; remove the folder or choose a different one" in capsys.readouterr().err
     assert export.main([str(tmp_path / "exported"), str(checkpoint)]) == 2  # wrong order
     assert f"OUT {checkpoint}: already exists; choose a different folder\n" in capsys.readouterr().err
 

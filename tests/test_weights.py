@@ -222,7 +222,7 @@ def test_invalid_command_is_an_error(file, tmp_path, capsys):
     assert error(capsys, file, "--output", tmp_path, "--arch", "Small") == (
         f"--output {tmp_path}: already exists; remove it or choose a different folder"
     )
-    assert "--lr: only preprocessing flags are" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
+    assert "--lr: not preprocessing flags" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
     assert "--nothing: unknown flag" in error(capsys, file, *out, "--arch", "Small", "--nothing")
     assert "--arch Tiny: weights of this network cannot be converted" in error(capsys, file, *out, "--arch", "Tiny")
     for arguments, message in (

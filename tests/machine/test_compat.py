@@ -378,17 +378,17 @@ def test_flag_with_which_programs_fail_is_rejected(name):
 
 
 @pytest.mark.parametrize("name", ["FLAGS_check_nan_inf", pytest.param("FLAGS_use_mkldnn", marks=pytest.mark.soak)])
-def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, monkeypatch, tmp_path):
+def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, environment, tmp_path):
     """As the message recommends, the run then succeeds without the variable."""
     flags = [*TINY, "--model-arch-name", "ResNet18_CIFAR", "--data-format", "synthetic", "--output-dir", tmp_path]
     flags += ["--dry-run", "--report-file", tmp_path / "report.json"]
-    monkeypatch.setenv(name, "1")
+    environment(**{name: 1})
     done = train_process(*flags)
     assert done.returncode == 2
     assert_one_error(done.stderr, [f"train.py: error: {name}: not supported, "])
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "report.json").exists()
-    monkeypatch.delenv(name)
+    environment(**{name: None})
     assert train_process(*flags).returncode == 0
 
 

@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -837,11 +838,15 @@ def test_page_without_readable_images_has_no_thumbnails(run_train, checkpoint, p
         page.write(tmp_path / "page.html/page.html", tmp_path / "report.json")
 
 
-def test_image_with_too_many_pixels_has_no_thumbnail(photos, monkeypatch):
+def test_image_with_too_many_pixels_has_no_thumbnail(photos, tmp_path):
+    """Pillow raises DecompressionBombError when it reads the size in the header."""
     image = ListedImage("val/class0/00.jpg", str(photos / "val/class0/00.jpg"), 0)
     assert page._thumbnail(image).startswith("data:image/jpeg;base64,")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow raises DecompressionBombError above twice this limit
-    assert page._thumbnail(image) is None
+    path = tmp_path / "large.bmp"
+    Image.new("RGB", (1, 1)).save(path)
+    header = path.read_bytes()
+    path.write_bytes(header[:18] + struct.pack("<ii", 20_000, 20_000) + header[26:])  # width and height
+    assert page._thumbnail(ListedImage("large.bmp", str(path), 0)) is None
 
 
 HOSTILE = [
