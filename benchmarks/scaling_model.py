@@ -8,8 +8,8 @@ job is the sum of these parts:
 - a constant if there are several nodes (Setup.several_nodes_s);
 - lost time that is fitted to measurements: either a constant overhead, or jitter, which arises because a job waits for
   its slowest GPU. On H200s, the lost time is constant: a step loses 0.9 ms, including all-reduces, with both 2 and 4
-  GPUs. Active NVLink causes this overhead: it draws 26 W of each GPU's 700 W power limit, which lowers the GPU's clock
-  (benchmarks/log/multi_gpu_h200.md).
+  GPUs. Active NVLink causes the loss of 0.9 ms: NVLink draws 26 W of each GPU's 700 W power limit, which lowers the
+  GPU's clock (benchmarks/log/multi_gpu_h200.md).
 """
 
 import argparse

@@ -75,7 +75,7 @@ def missing(capability: tuple[int, int] | None = None) -> str | None:
 
 def has_onednn() -> bool:
     """Return whether Paddle contains the version of oneDNN whose functions onednn.h declares. Paddle's wheels for x86
-    contain this version."""
+    contain the required version."""
     return Path(paddle.__file__).with_name("libs").joinpath("libdnnl.so.3").exists()
 
 
