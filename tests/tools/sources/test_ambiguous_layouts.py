@@ -77,7 +77,7 @@ SEVERAL = {
             lambda k, name: f"{name}.jpg {attributes(k, '  ')}",
             "img_align_celeba",
         ),
-        "list_attr_celeba.txt: a table with several labels per image (000c.jpg: Male, Young)",
+        "list_attr_celeba.txt: a table with several labels per image (000b.jpg: Male, Young)",
     ),
     "CelebA of Kaggle": (
         table(
@@ -86,7 +86,7 @@ SEVERAL = {
             lambda k, name: f"{name}.jpg,{attributes(k, ',')}",
             "img_align_celeba/img_align_celeba",
         ),
-        "list_attr_celeba.csv: a table with several labels per image (000c.jpg: Male, Young)",
+        "list_attr_celeba.csv: a table with several labels per image (000b.jpg: Male, Young)",
     ),
     "objects": (objects, ".xml and 15 more: annotations of objects, as in Pascal VOC"),
 }
@@ -107,9 +107,7 @@ def test_one_of_several_attributes_is_imported(tmp_path):
         root = tmp_path / name
         SEVERAL[name][0](root)
         message = error_of_training(root)
-        assert f"{root}_imported`, or choose Young, Bald".replace(" of Kaggle_", " of Kaggle_") in message.replace(
-            "'", ""
-        )
+        assert f"{root}_imported`, or choose Young, Bald" in message.replace("'", "")
         obey(message)
         images = DataRoot(f"{root}_imported").images(Mode.TRAIN)[1]
         assert {(color_of(data), label) for data, label in map(read_image, images)} == {(0, 0), (1, 1), (2, 1), (3, 1)}
@@ -132,14 +130,14 @@ def test_labels_in_several_columns(tmp_path, capsys):
     assert "the columns variety, label are all candidates for --label-column" in error_of_import(tmp_path / "x", capsys)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        "label," + ",".join(f"pixel{i}" for i in range(64)),
-        "emotion,pixels,Usage",
-        ",".join("1x%d" % i for i in range(28)),
-    ],
+HEADERS = (
+    f"label,{','.join(f'pixel{i}' for i in range(64))}",
+    "emotion,pixels,Usage",
+    ",".join(f"1x{i}" for i in range(28)),
 )
+
+
+@pytest.mark.parametrize("header", HEADERS)
 def test_tables_of_pixels_are_named(tmp_path, header):
     put(tmp_path / "train.csv", header + "\n" + ",".join("0" * (header.count(",") + 1)) + "\n")
     what = "it contains train.csv: tables of pixels; this format cannot be read: write each image to the folder of"
@@ -162,7 +160,7 @@ def test_versions_of_the_same_images(tmp_path):
     what = "it contains raw/color/: class folders; raw/grayscale/, raw/segmented/: copies of its images; run `"
     assert what in message
     checked(obey(message))
-    (tmp_path / "x/raw/grayscale/cock/000a.jpg").rename(tmp_path / "x/raw/grayscale/cock/x.jpg")
+    (tmp_path / "x/raw/grayscale/cock/000c.jpg").rename(tmp_path / "x/raw/grayscale/cock/x.jpg")
     assert "images in nested folders" in error_of_training(tmp_path / "x")
 
 
@@ -210,7 +208,7 @@ def test_copies_in_folders_that_differ_only_in_case(tmp_path, capsys):
     assert "HAM_part_1/000c.jpg and ham_part_1/000c.jpg are copies; the first one is used" in capsys.readouterr().err
     put(tmp_path / "x/ham_part_1/000c.jpg", image(3))
     error = error_of_import(tmp_path / "x", capsys)
-    assert "line 2: 000c matches HAM_part_1/000c.jpg and ham_part_1/000c.jpg; write the path of one" in error
+    assert "line 3: 000c matches HAM_part_1/000c.jpg and ham_part_1/000c.jpg; write the path of one" in error
 
 
 def test_folders_of_images_with_a_table_are_imported(tmp_path):
