@@ -8,7 +8,7 @@ memory bound.
 
 The settings are those of `peers.py` for this project. Each network runs in a separate process, because Paddle cannot
 reset its peak memory. One process at a time uses the GPU, while the next one imports Paddle. A profiler records the
-last three steps of the warm-up; images/s and step time exclude them.
+last three steps of the warm-up; images/s and step time exclude these steps.
 
 The memory bound is the time for reading each input and writing each output of every operator in the fused program
 once, at the memory bandwidth --bandwidth-tb-s. "bound / step" is its fraction of the step time: at 100%, a step takes
@@ -153,8 +153,8 @@ def measure(args: argparse.Namespace, arch: str, task: str) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, arch: str) -> None:
-    """Evaluate and train a network in this process, and append the results to --output. This file is locked, so that
-    processes with the same --output measure one after another."""
+    """Evaluate and train a network in this process, and append the results to --output. The file --output is locked, so
+    that processes with the same --output measure one after another."""
     import train  # noqa: F401  import Paddle and DALI before waiting for the GPU
     from paddle_resnet import phases  # noqa: F401
     from paddle_resnet.step import cuda_graph

@@ -29,17 +29,17 @@ class Setup:
     Attributes:
         batch: images per GPU and step.
         gradient_bytes: bytes that each GPU all-reduces per step.
-        buckets: number of all-reduces per step in a job on several nodes. Such all-reduces overlap with the backward
-            pass. Within a node, a single all-reduce follows the backward pass.
+        buckets: number of all-reduces per step in a job on several nodes. All-reduces between nodes overlap with the
+            backward pass. Within a node, a single all-reduce follows the backward pass.
         gpus_per_node: number of GPUs that are connected by NVLink.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
         network: bytes/s that a node sends to other nodes, over all adapters.
         latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.
         backward: fraction of a one-GPU step spent in the backward pass, which can overlap with transfers between nodes.
         several_nodes_s: additional seconds per step on several nodes, because NCCL's kernels occupy multiprocessors
-            that the backward pass needs. The value is from two GPUs of one node, on which overlapping all-reduces
-            without CUDA graphs increased the step time from 31.59 ms (0.17 ms of which was exposed communication) to
-            32.10 ms (0.03 ms). It was not measured again since steps on several nodes run as CUDA graphs.
+            that the backward pass needs. The default was measured on two GPUs of one node, on which overlapping
+            all-reduces without CUDA graphs increased the step time from 31.59 ms (0.17 ms of which was exposed
+            communication) to 32.10 ms (0.03 ms). The increase in steps that run as CUDA graphs has not been measured.
     """
 
     batch: int = 256

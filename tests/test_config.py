@@ -225,11 +225,6 @@ def test_flag_value_is_parsed(text, name, value):
     assert type(parsed) is type(value)
 
 
-def test_arguments_default_to_command_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
-    assert config.parse_args().epochs == 7
-
-
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
@@ -346,7 +341,7 @@ def test_command_line_takes_precedence_over_yaml(config_file, text, flags, name,
         ),
         (
             "crop_padding: 240",
-            "--model-arch-name EfficientNet_Lite1",  # which determines --crop-size
+            "--model-arch-name EfficientNet_Lite1",  # this network determines --crop-size
             {"crop_padding": 0},
             ["--crop-padding 240 (not below --crop-size 240, so crops could contain only padding)"],
         ),
@@ -387,9 +382,9 @@ def test_time_budget_on_command_line_drops_epochs_of_file(config_file):
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        # two flags on the command line
+        # conflicts between two flags on the command line
         ("lr: 0.1", "--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
-        # two values of the file
+        # conflicts between two values of the file
         ("{optimizer: AdamW, momentum: 0.9}", "--lr 0.1", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
         ("{from_checkpoint: a, from_pretrained_params: b}", "", "--from-checkpoint a: cannot be combined with"),
         # the file makes the flag on the command line unused
@@ -451,7 +446,7 @@ def test_as_dict_excludes_flags_of_the_command(config_file):
         ("--model-prefix=", "--model-prefix: '' is not a valid file name"),
         (f"--model-prefix {'é' * 121}", "leading dot, such as"),
         ("--mixup 1e7", "--mixup: 1e7 is too large; use a number up to 1e6, such as 0.2"),
-        ("--budget-minutes 1e6", "--budget-minutes: 1e6 is too large; use at most 527040, which is a year"),
+        ("--budget-minutes 1e6", "--budget-minutes: 1e6 minutes are too long; use at most 527040, which is a year"),
         ("--lr-decay-factor 1e30", "--lr-decay-factor: 1e30 is too large; use a number up to 1000, such as 0.1"),
         ("stray", "'stray'"),
         ("--epochs 3 stray", "'stray'"),
@@ -650,9 +645,9 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--sizes 128:0,224:1 --freeze stem --unfreeze-at 90", ["--unfreeze-at 90: must be below --epochs 90"]),
         ("--optimizer RAdam --freeze stem", ["--optimizer RAdam: its formula requires that all layers are trained"]),
         ("--optimizer RAdam --opt-epsilon 1e-13", ["--opt-epsilon 1e-13: too small for --optimizer RAdam"]),
-        ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter"]),
+        ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter N"]),
         ("--iter-unit batch --num-iter 5 --lr-scheduler Piecewise", ["--lr-scheduler Piecewise has no default steps"]),
-        # explicit defaults without an effect
+        # flags that are set to their defaults and have no effect
         (
             "--iter-unit batch --num-iter 5 --epochs 90",
             ["--epochs 90: not used by --iter-unit batch; remove it, or use"],
@@ -665,7 +660,10 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--mask-algo mask_1d", ["--mask-algo mask_1d: requires --prune-model; add it, or remove --mask-algo"]),
         ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
         ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
-        ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use 0, or remove --run-scope"]),
+        (
+            "--patience 3 --run-scope train_only",
+            ["--patience 3: requires evaluations; use --patience 0, or remove --run-scope"],
+        ),
         (
             "--tensorboard-dir d --benchmark",
             ["--tensorboard-dir d: not supported with --benchmark; remove one of them"],
@@ -818,7 +816,7 @@ def test_integer_flags_have_an_upper_limit(name, value):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"model_prefix: no\n", "model_prefix: YAML parses the value as the boolean False; quote it"),
+        (b"model_prefix: no\n", "model_prefix: YAML parses the value as the boolean false; put it in quotes"),
         (b'skip_list: "a\\0b"', r"--skip-list=a\x00b: contains a null byte; remove it"),
         (
             b"image_shape: [3, [32], 32]",
@@ -985,7 +983,7 @@ def test_part_contains_the_values_of_a_component():
     args = parse("--lr 0.5 --lr-scheduler Piecewise --lr-decay-epochs 1,2")
     part = args.part(rates.Settings)
     assert (part.lr, part.lr_decay_epochs, part.lr_power) == (0.5, [1.0, 2.0], 2.0)
-    assert args.part(rates.Settings) is part  # until a value changes
+    assert args.part(rates.Settings) is part  # the same object until a value changes
     with pytest.raises(dataclasses.FrozenInstanceError):
         part.lr = 1.0
     assert args.copy(lr=1.0).part(rates.Settings).lr == 1.0
@@ -1263,13 +1261,13 @@ def test_warnings_depend_on_all_flags_of_a_combination(text, expected):
     validation.check(args)
     warnings = list(validation.warnings(args))
     assert [warning.split(":")[0] for warning in warnings] == expected
-    assert not [warning for warning in warnings if not re.search(r"; .*\w$", warning)]  # each ends with a remedy
+    assert not [warning for warning in warnings if not re.search(r"; .*\w$", warning)]  # all end with a remedy
 
 
 def test_warnings_depend_on_source_of_flags():
     for flags, obstacle in (("--benchmark", "--benchmark"), ("--run-scope eval_only", "--run-scope eval_only")):
         args = parse(f"--budget-minutes 5 --from-checkpoint d {flags}")
-        warning = f"--budget-minutes 5: has no effect with {obstacle}; remove it"
+        warning = f"--budget-minutes 5: has no effect with {obstacle}; remove --budget-minutes"
         assert list(validation.warnings(args)) == [warning]
         args.set("checkpoint d", budget_minutes=5)
         assert list(validation.warnings(args)) == []

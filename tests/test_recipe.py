@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT, assert_one_error
 from helpers import write_checkpoint
-from paddle_resnet import config, recipe
+from paddle_resnet import config, recipe, resolution
 from paddle_resnet.checkpoints import conversion, folders, published
 from paddle_resnet.components import stages
 from paddle_resnet.settings import validation
@@ -57,12 +57,12 @@ def test_number_of_epochs_depends_on_number_of_images(weights, has_gpu, expected
     assert {n: choose(n, weights=weights, has_gpu=has_gpu).epochs for n in expected} == expected
 
 
-def test_explicit_flags_drop_conflicting_choices(monkeypatch, capsys):
+def test_explicit_flags_drop_conflicting_choices(capsys):
     flags = ["--asp", "--prune-model", "--amp-dtype", "bfloat16"]
     s = config.parse_args(["--choose-recipe", *flags])
     s.resolve("machine", device="gpu")
-    monkeypatch.setattr(recipe, "_facts", lambda settings: recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
-    recipe.choose(s)
+    recipe.choose_from(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
+    resolution.drop_unused(s)
     validation.check(s)
     assert (s.amp, s.amp_level, s.amp_dtype, s.origin("amp_level")) == (True, "O1", "bfloat16", "default")
     reason = "--asp: bfloat16 parameters are not supported"
@@ -259,7 +259,7 @@ def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch, 
         facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags]))
         assert (facts.images, facts.memory, facts.has_gpu, facts.resumed) == (30, 5 * GIB, True, resumed)
         facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags[:2], *flags[3:]]))
-        assert facts.resumed is None  # without --resume
+        assert facts.resumed is None  # these flags do not include --resume
 
 
 def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
         settings = config.parse_args(flags)
         recipe.choose(settings)
         assert settings.from_pretrained_params == str(tmp_path / "out/pretrained-efficientnet-lite0")
-        # Afterwards, the package is no longer necessary.
+        # The second iteration does not need the package, because it uses the weights that the first one has converted.
         monkeypatch.setattr(published, "installed_file", lambda name: None)
     assert calls == ["efficientnet-lite0"]
     settings = config.parse_args([*flags, "--run-scope", "eval_only", "--from-checkpoint", "DIR"])

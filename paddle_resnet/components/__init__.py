@@ -1,10 +1,10 @@
 """Components: one module per feature of the training step.
 
 A component declares its flags (Settings) and, in most cases, has functions for the conflicts between them (conflicts)
-and for adding its operators to a step.builder.StepBuilder (add). If step.is_native is true, an operator can be a custom
-operator; otherwise, all operators are Paddle's. A component does not import another component, and except for stages.py
-reads only its own Settings. Component modules import Paddle only inside functions, because parsing the command line
-imports all components.
+and for adding its operators to a step.builder.StepBuilder (add). If step.is_native is true (--kernels native), `add`
+can add custom operators; otherwise, it adds only Paddle's. A component does not import another component, and except
+for stages.py reads only its own Settings. Component modules import Paddle only inside functions, because parsing the
+command line imports all components.
 """
 
 from paddle_resnet.components import (

@@ -1,9 +1,9 @@
 """Distillation: a network learns the outputs of a trained network, the teacher (Hinton et al., arXiv:1503.02531).
 
-The teacher runs in evaluation mode inside the training step, on the same images as the trained network. Its parameters
-and BN statistics are persistable variables whose names begin with PREFIX, but not parameters of the program. Therefore,
-optimizers, --asp, averages of the weights and all-reduces ignore them. Mixed precision converts the teacher's operators
-like those of the trained network. checkpoints/teachers.py finds, checks and loads the teacher.
+The teacher runs in evaluation mode inside the training step, on the same images as the trained network. The teacher's
+parameters and BN statistics are persistable variables whose names begin with PREFIX, but not parameters of the program.
+Therefore, optimizers, --asp, averages of the weights and all-reduces ignore these variables. Mixed precision converts
+the teacher's operators like those of the trained network. checkpoints/teachers.py finds, checks and loads the teacher.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ PREFIX = "teacher."  # prefix of the variables of the teacher; checkpoints omit 
 
 @dataclass(frozen=True)
 class Settings:
-    # A resumed run inherits the path, but checks only that the weights are the same, so a different path changes no
-    # result.
+    # A resumed run inherits --teacher, but checks only that the weights are the same, so a different path to the same
+    # weights changes no result.
     teacher: str | None = flag(
         None,
         "checkpoint or run folder of a trained network, the teacher, whose outputs this run learns in addition to the "
@@ -34,7 +34,7 @@ class Settings:
         parse=numbers.or_none(files.argument),
         metavar="DIR",
     )
-    # The defaults are those of Tian et al., arXiv:1910.10699, for this loss.
+    # The default weight and temperature of distillation are those of Tian et al., arXiv:1910.10699.
     distill_weight: float = flag(
         0.9,
         "weight W of the teacher's outputs in the training loss; the loss of the labels has the weight 1 - W",
@@ -53,7 +53,8 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict for each flag that requires --teacher, and if the temperature is out of range."""
+    """Yield a Conflict for each flag of distillation that is set without --teacher, and one if --distill-temperature is
+    not in the range from 0.1 to 1000."""
     yield from out_of_range("distill_temperature", settings.distill_temperature, 0.1, 1000)
     if settings.teacher is None:
         default = Settings()
@@ -70,9 +71,10 @@ class Teacher:
     Attributes:
         arch: value of --model-arch-name.
         weights: path of the file with the weights, in the folder of their checkpoint.
-        sha256: hexadecimal sha256 of this file.
+        sha256: hexadecimal sha256 of the file `weights`.
         classes: classes in the order of the outputs; empty if they are unknown.
-        metric: {name: value} of the main metric in its evaluation, such as {"top1": 0.9}; empty if it is unknown.
+        metric: {name: value} of the main metric in the teacher's evaluation, such as {"top1": 0.9}; empty if
+            the value is unknown.
     """
 
     arch: str
@@ -110,8 +112,8 @@ def add(step: "StepBuilder") -> None:
 
 
 def convert(step: "StepBuilder") -> None:
-    """Store the weights of the teacher in the type in which mixed precision reads them, instead of casting them in each
-    step. Call convert() after minimize."""
+    """With --teacher, store the weights of the teacher in the type in which mixed precision reads them, instead of
+    casting them in each step. Call convert() after minimize."""
     from paddle_resnet import graph
 
     if step.part(Settings).teacher is not None:

@@ -95,9 +95,9 @@ def insert(program: "static.Program", first: int = 0, lr_scheduler: Any = None, 
     """Insert 8-bit fake-quantization operators into the forward pass of the current program, in place. In the backward
     pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
-    The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets this
-    parameter to 0. The parameter has no gradient; in training, it is a moving average of the largest absolute value in
-    each batch.
+    The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets each
+    range to 0. Ranges have no gradient; in training, a range is a moving average of the largest absolute value of its
+    activation in each batch.
 
     Args:
         program: the current Program, without a backward pass.
@@ -206,8 +206,9 @@ def use_levels_of(engine: str, program: "static.Program", weight_bits: int) -> N
     """Set the number of quantization levels in an inference program, in place.
 
     For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; activations that cannot be negative,
-    such as those after a ReLU, use only the levels 0 to 127. For "onnxruntime", these activations have the levels 0 to
-    255, stored as uint8 with zero point 0. On x86 CPUs, onnxruntime computes with uint8 activations and omits the ReLU.
+    such as those after a ReLU, use only the levels 0 to 127. For "onnxruntime", activations that cannot be negative
+    have the levels 0 to 255, stored as uint8 with zero point 0. On x86 CPUs, onnxruntime computes with uint8
+    activations and omits the ReLU.
 
     Args:
         engine: "onnxruntime" or "tensorrt".

@@ -1,7 +1,7 @@
 """The only code that uses the internal interfaces of Paddle's programs, blocks and operators.
 
 Other modules read operators and variables, and add them, with the public methods of the block that `block` returns.
-They change a program with the functions of this module, and search it with index.Graph.
+Other modules change a program with the functions of this module, and search a program with index.Graph.
 """
 
 import contextlib
@@ -202,7 +202,7 @@ def embed(
         variables[name] = replaced.get(name) or block.create_var(name=prefix + name, stop_gradient=True, **options)
     for op in program.global_block().ops:
         copy = block.desc.append_op()
-        copy.copy_from(op.desc)  # with its name scopes, on which the precision of the operator depends
+        copy.copy_from(op.desc)  # also copies its name scopes, on which the operator's precision depends
         for name in {*op.input_arg_names}:
             copy._rename_input(name, variables[name].name)
         for name in {*op.output_arg_names}:

@@ -15,8 +15,8 @@ from paddle_resnet.machine import compat
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.errors import RunError
 
-# Flags of Paddle for GPUs. They allow convolutions a workspace of 4 GiB, enable one-pass BN, and sum the gradients of
-# a residual addition in place. Paddle reads the last flag when the backward pass is built.
+# Flags of Paddle for GPUs: allow convolutions a workspace of 4 GiB, enable one-pass BN, and sum the gradients of a
+# residual addition in place. Paddle reads FLAGS_max_inplace_grad_add when the backward pass is built.
 GPU_FLAGS = {
     "FLAGS_conv_workspace_size_limit": 4096,
     "FLAGS_cudnn_batchnorm_spatial_persistent": True,
@@ -73,8 +73,8 @@ def start(seed: int, device: str, data_layout: str, kernels: str, needs_serial_r
     build_strategy = strategy.build_strategy
     build_strategy.enable_inplace = False  # the Executor applies this pass later, to the compiled program
     if kernels == "native" or device == "cpu":
-        # With custom kernels, Fleet must not fuse operators before fusion.py does. On a CPU, Fleet must not fuse them,
-        # because its fused operator has no CPU kernel.
+        # With custom kernels, Fleet must not fuse operators before fusion.py does. On a CPU, Fleet must not fuse BN,
+        # addition and activation, because Fleet's fused operator has no CPU kernel.
         build_strategy.fuse_bn_add_act_ops = False
     strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
@@ -86,7 +86,7 @@ def start(seed: int, device: str, data_layout: str, kernels: str, needs_serial_r
 
 def reduces_at_the_end(device: str) -> bool:
     """Return whether gradients are all-reduced after the backward pass, once per data type and on the CUDA stream of
-    the computation. Otherwise, the all-reduces are part of the backward pass."""
+    the computation. If the result is false, the all-reduces are part of the backward pass."""
     return device == "gpu" and processes.is_one_host()
 
 
@@ -115,7 +115,7 @@ def _prepare_for_gloo():
 
 def _reserve(port):
     reserved = socket.socket()
-    # Paddle's server also sets SO_REUSEADDR. Both sockets need this option to be able to bind to the same port.
+    # This socket and that of Paddle's server, which also sets SO_REUSEADDR, need the option to bind to the same port.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         reserved.bind(("", port))

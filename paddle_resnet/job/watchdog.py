@@ -24,8 +24,8 @@ from paddle_resnet.utils.errors import RunError, UsageError, program
 # Maximum time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the
 # launcher terminates all ranks 3 s after a rank has exited.
 PATIENCE_S = 2
-# Maximum time that a rank waits for its monitor to allow it to leave the job. Meanwhile, the monitor informs the other
-# monitors.
+# Maximum time that a rank waits for its monitor to allow it to leave the job. While the rank waits, its monitor informs
+# the other monitors.
 LEAVE_S = 10
 # Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle can prevent the rank from
 # exiting.
@@ -55,8 +55,8 @@ def start(
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        from_rank_0: the function exchange.from_rank_0, which may wait indefinitely for rank 0. This rank cannot hang
-            there, because its monitor is already running and ends the rank if the job fails.
+        from_rank_0: the function exchange.from_rank_0, which may wait indefinitely for rank 0. When this
+            function is called, the monitor is already running, and it ends this rank if the job fails.
     Raises:
         UsageError: rank 0's machine cannot listen on the host of `master`. Only rank 0 raises this error.
     """

@@ -1,7 +1,7 @@
 """The difference between the outputs of two networks, for distillation (components/distillation.py).
 
-The sums use logarithms of probabilities that cannot overflow. Unlike Paddle's cross_entropy on a CPU, no logit is
-limited (see loss_head._correction).
+The sums use logarithms of probabilities, which cannot overflow. Unlike Paddle's cross_entropy on a CPU, these functions
+use the logits without limits (see loss_head._correction).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def of_sigmoid(logits: static.Variable, target: static.Variable) -> static.Varia
 
 
 def _log_softmax(x):
-    largest = op("reduce_max", x, stop_gradient=True, dim=[1], keep_dim=True)  # the result does not depend on it
+    largest = op("reduce_max", x, stop_gradient=True, dim=[1], keep_dim=True)  # only prevents overflow
     shifted = op("elementwise_sub", x, largest)
     return op("elementwise_sub", shifted, op("log", _sum(op("exp", shifted))))
 

@@ -48,8 +48,8 @@ Convolution convolution_of(const Tensor &x, const Tensor &filter, const std::vec
   return c;
 }
 
-// cuDNN's handle and, for each geometry, its descriptors and algorithm. The first step creates them, because a handle
-// cannot be created while a CUDA graph is captured. As with class Gpu, all calls must come from one thread.
+// cuDNN's handle, and the descriptors and algorithm of each geometry. The first step creates the handle, because a
+// handle cannot be created while a CUDA graph is captured. As with class Gpu, all calls must come from one thread.
 class CuDnn {
  public:
   static CuDnn &get() {
@@ -131,7 +131,7 @@ class CuDnn {
     return reinterpret_cast<Function>(symbol);
   }
 
-  // Returns the library that Paddle has loaded. Its DT_SONAME contains the version, even if Paddle opens libcudnn.so.
+  // Returns the cuDNN library that Paddle has loaded. dlopen finds it by its DT_SONAME, which contains the version.
   static void *loaded() {
     for (const char *name : {"libcudnn.so.8", "libcudnn.so.9", "libcudnn.so"})
       if (void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;

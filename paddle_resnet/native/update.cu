@@ -114,8 +114,8 @@ __device__ void sum_squares(const Gradients &updates, const float *unscale, floa
   if (threadIdx.x == 0) partial[blockIdx.x] = is_first ? sum : partial[blockIdx.x] + sum;
 }
 
-// The gradients g, float32 values p and state of the elements that a thread processes at once. All of them are loaded
-// before any arithmetic, so that the thread waits for memory only once.
+// The gradients g, float32 values p and state of the elements that a thread processes at once. A thread loads all
+// these values before any arithmetic, so that the thread waits for memory only once.
 template <class Rule, class T, bool kHasMasters>
 struct Elements {
   float g[T::kLanes] = {}, p[T::kLanes] = {}, state[T::kLanes][Rule::kStates];
@@ -189,7 +189,7 @@ __device__ float trust_ratio(const float *partial, int t, int blocks) {
 
 // Updates the parameters and, unless norms() has already done so, the state. A null `unscale` means 1; if *unscale is
 // 0, the step is skipped. If there are master weights, the kernel updates the master weight, and the parameter becomes
-// a rounded copy of it.
+// a rounded copy of the master weight.
 template <class Rule, class T, bool kHasMasters>
 __device__ void update(const Updates<Rule::kStates> &updates, Rule rule, const float *rate, const float *unscale,
                        const float *partial) {

@@ -1,7 +1,7 @@
 """Fold batch normalization into the preceding convolutions, for evaluation in half precision and for ONNX files.
 
 In evaluation, BN statistics are fixed, so BN only scales and shifts each channel. The pass multiplies the filters by
-the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation with Paddle's
+the scale, and replaces BN with an addition of the shift. Without folding, half-precision evaluation with Paddle's
 kernels spends more time on BN than on convolutions (benchmarks/log/kernels_h200.md).
 
 For prediction and for evaluation in float16 on GPUs, this module also fuses or replaces the convolutions themselves.
@@ -198,7 +198,7 @@ def replace_convolutions(program: static.Program, exe: static.Executor) -> int:
             block = block_of(transpose_prog)
             source, target = (_persistable(block, v.name, v.shape, v.dtype) for v in (filters, transposed))
             paddle.assign(paddle.transpose(source, NHWC), output=target)
-        dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # as in Paddle
+        dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # like Paddle
         attrs = {"strides": op.attr("strides"), "paddings": [begin for begin, _ in padding], "dilations": dilations}
         attrs |= {"groups": op.attr("groups")}
         graph.replace([op], op, "native_conv", {"X": x, "Filter": transposed}, {"Y": out}, attrs)

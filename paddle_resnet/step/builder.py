@@ -42,7 +42,7 @@ class StepBuilder:
         device: "cpu" or "gpu".
         arch, layout, num_classes: the network; layout is "NCHW" or "NHWC".
         task: what the network predicts (tasks.Task), set by build.
-        image_size: [height, width] of its images.
+        image_size: [height, width] of the images.
         batch_size: images per process and batch.
         images: the input of the network.
         logits: the output of the network [N, num_classes], once built.
@@ -116,7 +116,7 @@ class StepBuilder:
 
         Args:
             master: suffix of the names of master weights.
-            bn_statistics: see the attribute.
+            bn_statistics: names of the running means and variances.
         """
         block, updates = graph.block(self.main), graph.updates(self.main)
         self.values = {op.input("Param")[0]: graph.value_of(op) for op in updates}

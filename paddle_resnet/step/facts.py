@@ -1,8 +1,8 @@
 """Facts about a program that a run needs in addition to the operators of the program.
 
 The arguments of `build` and `compile_prog` are instances of Paddle's own Program, so the facts are stored in a separate
-table. Its keys are weak references, so that the table does not keep programs in memory. Therefore, the facts of a
-program must refer neither to the program nor to its variables.
+table. The keys of the table are weak references, so that the table does not keep programs in memory. Therefore, the
+facts of a program must refer neither to the program nor to its variables.
 """
 
 import weakref
@@ -26,7 +26,7 @@ class State:
             for a file that has the format of PREFIX.pdparams, in which the variables replace their sources; or None if
             checkpoints do not contain them.
         starts_as_source: whether the variables start with the values of their sources, which are parameters or BN
-            statistics. Otherwise, the startup program determines their values.
+            statistics. If false, the startup program determines the values.
         flag, what: the flag that adds the variables, and their name in messages.
     """
 
@@ -84,5 +84,5 @@ def of(program: static.Program) -> Facts:
 
 
 def share(program: static.Program, copy: static.Program) -> None:
-    """Give a copy of a program the same facts."""
+    """Make a copy of a program share the Facts object of the program."""
     _facts[copy] = of(program)

@@ -60,15 +60,15 @@ def start(program: Any, first_step: int, last_step: int, is_resume: bool) -> "Tr
 
 def _outside(steps, first_step, last_step):
     return UsageError(
-        f"--profile-steps {steps[0]}:{steps[1]}: outside the first pass of this run, {first_step}:{last_step}; use a "
-        "range within it"
+        f"--profile-steps {steps[0]}:{steps[1]}: outside the steps {first_step}:{last_step}, after which this run "
+        f"evaluates, begins an epoch or ends; use steps within {first_step}:{last_step}"
     )
 
 
 class Trace:
     """Records the steps of --profile-steps in this process: operators on the host, and kernels and copies on a GPU.
 
-    The host waits for all dispatched steps before recording starts and before it ends. Before every other step outside
+    The host waits for all dispatched steps before recording starts and before it ends. Before all other steps outside
     the trace, the host only compares integers. If the trace includes the first step of a program, this step has no
     operator names, because Paddle prepares the program during the step. A run that stops within the traced steps writes
     no trace file.

@@ -43,16 +43,20 @@ def test_newer_version_is_accepted_with_one_warning(version, capsys):
 
 
 def test_only_rank_0_warns_of_newer_version(environment, tmp_path):
-    """The command of the warning is obeyed in tests/test_self_test.py."""
+    """Two processes start like the ranks of a job. tests/test_self_test.py runs the command that the
+    warning recommends."""
     (tmp_path / "sitecustomize.py").write_text("import paddle_resnet, paddle\npaddle.__version__ = '3.4.0'\n")
+    endpoints = "127.0.0.1:1,127.0.0.1:2"
+    environment(PADDLE_TRAINERS_NUM=2, PADDLE_MASTER="127.0.0.1:1", PADDLE_TRAINER_ENDPOINTS=endpoints)
     environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", tmp_path / "log"]
-    flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
-    train = [sys.executable, *launcher, "train.py", *flags, "--output-dir", tmp_path / "output"]
-    subprocess.run(list(map(str, train)), cwd=ROOT, capture_output=True, timeout=100)
-    logs = [(tmp_path / f"log/workerlog.{rank}").read_text() for rank in (0, 1)]
-    assert "dry run: flags, data and programs are valid" in logs[0]
-    assert [log.count("warning: Paddle 3.4.0: newer than 3.3.1") for log in logs] == [1, 0]
+    start = "from paddle_resnet import config, startup; startup.import_paddle(config.parse_args([]))"
+    counts = []
+    for rank in range(2):
+        environment(PADDLE_TRAINER_ID=rank)
+        done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        counts.append(done.stderr.count("warning: Paddle 3.4.0: newer than 3.3.1"))
+    assert counts == [1, 0]
 
 
 @pytest.mark.parametrize("version", ["2.5.2", "2.6.1", "2.7.0", "3.0.0", "3.2.2", "3.3.0", "0.0.0", "3.0.0-rc1"])
@@ -240,7 +244,7 @@ def test_versions_require_different_communicators_on_cpu():
 
 @only_paddle_3
 @pytest.mark.parametrize(("name", "dtype"), [("sqrt", "float32"), ("any", "bool")])
-def test_paddle_3_rejects_legacy_variables(monkeypatch, name, dtype):
+def test_paddle_3_rejects_legacy_variables(name, dtype):
     with static.program_guard(static.Program()):
         function = getattr(paddle.base.dygraph.generated_tensor_methods_patch, f"_{name}")
         with pytest.raises(TypeError, match="must be Value"):
@@ -374,18 +378,18 @@ def test_flag_with_which_programs_fail_is_rejected(name):
 
 
 @pytest.mark.parametrize("name", ["FLAGS_check_nan_inf", pytest.param("FLAGS_use_mkldnn", marks=pytest.mark.soak)])
-def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, monkeypatch, tmp_path):
+def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, environment, tmp_path):
     """As the message recommends, the run then succeeds without the variable."""
     flags = [*TINY, "--model-arch-name", "ResNet18_CIFAR", "--data-format", "synthetic", "--output-dir", tmp_path]
-    flags += ["--benchmark", "--benchmark-warmup-steps", "1", "--benchmark-steps", "1", "--report-file"]
-    monkeypatch.setenv(name, "1")
-    done = train_process(*flags, tmp_path / "report.json")
+    flags += ["--dry-run", "--report-file", tmp_path / "report.json"]
+    environment(**{name: 1})
+    done = train_process(*flags)
     assert done.returncode == 2
     assert_one_error(done.stderr, [f"train.py: error: {name}: not supported, "])
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "report.json").exists()
-    monkeypatch.delenv(name)
-    assert train_process(*flags, tmp_path / "report.json").returncode == 0
+    environment(**{name: None})
+    assert train_process(*flags).returncode == 0
 
 
 @pytest.mark.parametrize("is_paddle_3", [False, True])

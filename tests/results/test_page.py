@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -502,22 +503,20 @@ def test_fractions_of_times():
     assert page._times(run) == [("start", 2, 0.4), ("waiting for images", 3, 0.6)]
 
 
-def test_charts_of_a_training_run(monkeypatch):
-    options = []
-    monkeypatch.setattr(page, "chart", lambda series, **arguments: options.append(arguments) or "svg")
+def test_charts_of_a_training_run():
     run = reading.Run(Path("report.json"), steps={(0, 0): {"train.loss": 1.0, "train.lr": 0.1}})
     run.epochs[2] = {"train.loss": 1.0, "val.loss": 2.0, "val.top1": 0.5, "train.ips": 9.0}
-    assert [(title, series) for title, series, _ in page._charts(run)] == [
+    charts = page._charts(run)
+    assert [(title, series) for title, series, _ in charts] == [
         ("loss", [("training, steps", "faint"), ("training", "train"), ("validation", "val")]),
         ("top1, best 0.5000 in epoch 2", [("validation", "val")]),
         ("images/s", [("training", "train")]),
-        *(("learning rate", []), ("learning-rate finder", [])),
+        ("learning rate", []),
     ]
-    assert options == [
-        *({"last_x": 3}, {"last_x": 3, "mark": (3, 0.5, "epoch 2")}),
-        *[{"last_x": 3, "from_zero": True}] * 2,
-        {"xlabel": "--lr", "mark": None, "has_log_x": True},
-    ]
+    *_, top1, ips, rate = [svg for *_, svg in charts]
+    assert ["epoch 2" in svg for *_, svg in charts] == [False, True, False, False]  # the best epoch is marked
+    # The scales of images/s and of the learning rate begin at 0.
+    assert all(re.search(r">0(\.0+)?<", svg) for svg in (ips, rate))
 
 
 def test_chart_of_lr_curve_omits_high_losses(monkeypatch):
@@ -839,11 +838,15 @@ def test_page_without_readable_images_has_no_thumbnails(run_train, checkpoint, p
         page.write(tmp_path / "page.html/page.html", tmp_path / "report.json")
 
 
-def test_image_with_too_many_pixels_has_no_thumbnail(photos, monkeypatch):
+def test_image_with_too_many_pixels_has_no_thumbnail(photos, tmp_path):
+    """Pillow raises DecompressionBombError when it reads the size in the header."""
     image = ListedImage("val/class0/00.jpg", str(photos / "val/class0/00.jpg"), 0)
     assert page._thumbnail(image).startswith("data:image/jpeg;base64,")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow raises DecompressionBombError above twice this limit
-    assert page._thumbnail(image) is None
+    path = tmp_path / "large.bmp"
+    Image.new("RGB", (1, 1)).save(path)
+    header = path.read_bytes()
+    path.write_bytes(header[:18] + struct.pack("<ii", 20_000, 20_000) + header[26:])  # width and height
+    assert page._thumbnail(ListedImage("large.bmp", str(path), 0)) is None
 
 
 HOSTILE = [
@@ -889,7 +892,8 @@ def mutated_table(rows, generator):
 
 
 @pytest.mark.timeout(120)
-def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.soak)])
+def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch, count):
     """The command must neither raise an exception nor hang. The command must either write a page, or exit with code 2
     and an error message that contains the path."""
     monkeypatch.setattr(page, "_images", lambda run: {})  # other tests cover thumbnails
@@ -904,19 +908,19 @@ def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, 
         codes[code] += 1
         assert code == 0 or f"error: {path}" in capsys.readouterr().err
 
-    for i in range(150):
+    for i in range(5 * count):
         report.write_text(mutated(intact, generator))
         check(report, *([str(trained)] if i % 5 == 0 else []))
     report.write_text(intact)
     for table in sorted(tmp_path.glob("*.csv")):
         original = table.read_bytes()
         rows = list(csv.reader(io.StringIO(original.decode())))
-        for _ in range(30):
+        for _ in range(count):
             with table.open("w", newline="") as f:
                 csv.writer(f).writerows(mutated_table(rows, generator))
             check(table)
         table.write_bytes(original)
-    assert codes.keys() == {0, 2} and codes[2] > 100 and codes[0] > 50, codes
+    assert codes.keys() == {0, 2} and min(codes.values()) > 3 * count, codes
 
 
 @pytest.mark.parametrize(
