@@ -353,16 +353,17 @@ def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return keys
 
 
-def advice(root: str | os.PathLike[str], only_certain: bool = False) -> str | None:
+def advice(root: str | os.PathLike[str], only_certain: bool = False, kind: str | None = None) -> str | None:
     """Return a text for the end of an error message, which states what a folder contains and what to do; or None if
     nothing is recognized.
 
     Args:
         root: path of the folder.
         only_certain: whether to return None if the files are probably not the data set that the user means.
+        kind: kind of `dataset import` that must read the files, or None for any.
     """
     sights = [sight for sight in look(root) if sight.todo] if os.path.isdir(root) else []
-    if not sights or (only_certain and not sights[0].is_certain):
+    if not sights or (only_certain and not sights[0].is_certain) or kind not in (None, sights[0].kind):
         return None
     return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
