@@ -31,8 +31,8 @@ def table_of(path: str | Path) -> Path:
 @contextlib.contextmanager
 def writer(path: str | Path) -> Iterator[Callable[[Sequence[str], np.ndarray], None]]:
     """Write normalized features, float32 [images, channels], to `path`, and a table with the columns `row` and `image`
-    to table_of(path), when the `with` block ends. Rows are written when they arrive, so that the memory does not limit
-    their number.
+    to table_of(path), when the `with` block ends. Rows are written to disk when they arrive, so that memory does not
+    limit the number of rows.
 
     Yields:
         a function write(paths of N images, features [N, channels]).
@@ -45,7 +45,7 @@ def writer(path: str | Path) -> Iterator[Callable[[Sequence[str], np.ndarray], N
     def header():
         array.seek(0)
         shape = {"descr": "<f4", "fortran_order": False, "shape": (count, channels)}
-        np.lib.format.write_array_header_1_0(array, shape)  # its size does not depend on the number of rows
+        np.lib.format.write_array_header_1_0(array, shape)  # the header has the same size for any number of rows
 
     def write(paths, features):
         nonlocal count, channels

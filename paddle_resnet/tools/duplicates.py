@@ -1,8 +1,8 @@
 """`python -m paddle_resnet.dataset duplicates`: find validation images that are also, or nearly, in train.
 
-Images are compared by a perceptual hash, or by features that the caller computes with a network. Both searches need
-memory that grows with the number of images, not with the number of pairs. Worker processes import this module, because
-it imports neither Paddle nor DALI.
+Images are compared by a perceptual hash, or by features that the caller computes with a network. With hashes and with
+features, the required memory grows with the number of images, not with the number of pairs. Worker processes import
+this module instead of dataset.py, because this module imports neither Paddle nor DALI.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from paddle_resnet.utils.errors import UsageError, core, counted, printable
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
-# Defaults of --distance and --similarity, from the 6.7 million pairs of 3,670 photographs of five flowers. Hashes: 23
-# pairs had at most this distance, all of the same photograph or scene; of the 10 pairs with distance 8, 4 were not.
-# Features of EfficientNet-Lite0: 17 pairs had at least this similarity, all of the same scene.
+# Defaults of --distance and --similarity, from the 6.7 million pairs of 3,670 photographs of 5 flowers. The hashes of
+# 23 pairs had at most the distance DISTANCE, and all of these pairs show the same photograph or scene; of the 10 pairs
+# with distance 8, 4 do not. The features of EfficientNet-Lite0 of 17 pairs had at least the similarity SIMILARITY, and
+# all of these pairs show the same scene.
 DISTANCE, SIMILARITY = 6, 0.95
-MAX_DISTANCE = 15  # beyond, most pairs are unrelated
+MAX_DISTANCE = 15  # maximum value of --distance; at larger distances, most pairs are unrelated
 SIDE, FREQUENCIES = 32, 8  # pixels and frequencies per direction of the perceptual hash
 FILE, PIXELS, SIMILAR = "same file", "same pixels", "similar"
 SHOWN = 50  # maximum number of pairs to print
-_BANDS, _BAND_BITS = 4, 16  # parts of a hash, see neighbors
+_BANDS, _BAND_BITS = 4, 16  # number of parts of a hash, and bits per part; see neighbors
 _BLOCK = 1 << 16  # hashes to look up at once
-_SETS = np.array([i.bit_count() for i in range(1 << _BAND_BITS)], np.uint8)  # number of bits of each part
+_SETS = np.array([i.bit_count() for i in range(1 << _BAND_BITS)], np.uint8)  # [i]: number of bits of i that are 1
 _DCT = np.cos(np.pi * (2 * np.arange(SIDE) + 1) * np.arange(FREQUENCIES)[:, None] / (2 * SIDE))
 _CONTEXT = multiprocessing.get_context("spawn")
 _PER_WORKER = 256  # minimum number of images per worker process, because starting a process takes a second
@@ -127,10 +128,10 @@ def describe(image: Image) -> tuple[int | None, str | None]:
     except UsageError as e:
         return None, f"cannot be read ({e})"
     try:
-        with warnings.catch_warnings():  # such as those about transparency and about large images
+        with warnings.catch_warnings():  # Pillow warns about transparency and large images, which do not matter here
             warnings.simplefilter("ignore")
             return perceptual_hash(Pillow.open(io.BytesIO(data))), None
-    except UnidentifiedImageError:  # its message contains an address
+    except UnidentifiedImageError:  # the message of this exception contains a memory address
         return None, "is not in an image format that Pillow supports"
     except Exception as e:  # the errors of Pillow have no common base class
         return None, f"cannot be decoded by Pillow ({core(e)})"
@@ -190,7 +191,7 @@ def neighbors(
     `distance` bits, each pair once. `queries` and `references` are uint64.
 
     If two hashes differ by at most d bits, one of their four parts differs by at most d / 4 bits (multi-index hashing:
-    Norouzi et al., arXiv:1307.2982). So each query looks up only the references with these parts."""
+    Norouzi et al., arXiv:1307.2982), so each query is compared only with the references that have such a part."""
     radius = distance // _BANDS
     masks = [mask for mask, bits in enumerate(_SETS) if bits <= radius]
     for band in range(_BANDS):
@@ -242,8 +243,8 @@ def by_features(
     features_of: Callable[[list[Image]], Iterable[tuple[list[tuple[Image, str | None]], np.ndarray]]],
     similarity: float = SIMILARITY,
 ) -> Report:
-    """Find the validation images whose features have at least this cosine similarity with those of a training image.
-    Only the features of the validation images are kept in memory.
+    """Find the validation images whose features have at least the cosine similarity `similarity` with those of a
+    training image. Only the features of the validation images are kept in memory.
 
     Args:
         images: see list_images.
@@ -331,7 +332,7 @@ def _compare(first, second):
 
 
 def write_csv(report: Report, file: Any) -> None:
-    """Write a line per Pair to an opened text file, after a line with the names of its attributes."""
+    """Write a line per Pair to an opened text file, after a line with the names of the attributes of Pair."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(each.name for each in fields(Pair))
     writer.writerows([_cell(value) for value in asdict(pair).values()] for pair in report.pairs)
@@ -356,7 +357,7 @@ def lines(report: Report) -> Iterator[str]:
         distance = "" if pair.kind != SIMILAR else f" {_cell(pair.distance)}"
         yield printable(f"{pair.kind}{distance}: {pair.val} = {pair.train}{more}{labels}")
     if len(report.pairs) > SHOWN:
-        yield f"{len(report.pairs) - SHOWN} more; use --csv FILE to list all"
+        yield f"{counted(len(report.pairs) - SHOWN, 'more pair')}; use --csv FILE to list all"
     kinds = Counter(pair.kind for pair in report.pairs)
     found = ", ".join(f"{kinds[kind]} {kind}" for kind in (FILE, PIXELS, SIMILAR) if kinds[kind])
     val, train = (
