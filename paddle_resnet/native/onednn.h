@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <tuple>
@@ -266,6 +267,18 @@ bool uses_winograd(const OneDnn::Geometry &g) {
          g.before == ones && g.after == ones && g.x[1] % 16 == 0 && g.y[1] % 16 == 0 && g.x[1] >= 64 && g.y[1] >= 64;
 }
 
+struct Free {
+  void operator()(float *memory) const { std::free(memory); }
+};
+using Floats = std::unique_ptr<float[], Free>;
+
+// Returns memory that starts at a cache line and whose values are not set.
+Floats floats(int64_t size) {
+  void *memory = nullptr;
+  if (posix_memalign(&memory, 64, size * sizeof(float)) != 0) throw std::bad_alloc();
+  return Floats(static_cast<float *>(memory));
+}
+
 constexpr int64_t kTilesPerProduct = 256;  // so that the transformed tiles of a product fit in the cache
 
 reference::Tiles tiles_of(const std::array<int64_t, 4> &shape) {
@@ -281,16 +294,16 @@ reference::Tiles tiles_of(const std::array<int64_t, 4> &shape) {
 void winograd_conv(const OneDnn::Geometry &g, bool is_gradient, const float *in, const float *filter, float *out) {
   reference::Tiles from = tiles_of(is_gradient ? g.y : g.x), to = tiles_of(is_gradient ? g.x : g.y);
   const int64_t count = from.count;
-  std::vector<float> filters(OneDnn::kProducts * g.x[1] * g.y[1]);
-  std::vector<float> inputs(OneDnn::kProducts * count * from.channels);
-  std::vector<float> outputs(OneDnn::kProducts * count * to.channels);
-  reference::winograd_filter(filter, g.y[1], g.x[1], is_gradient, filters.data());
+  const Floats filters = floats(OneDnn::kProducts * g.x[1] * g.y[1]);
+  const Floats inputs = floats(OneDnn::kProducts * count * from.channels);
+  const Floats outputs = floats(OneDnn::kProducts * count * to.channels);
+  reference::winograd_filter(filter, g.y[1], g.x[1], is_gradient, filters.get());
   const OneDnn::Product product = {count, from.channels, to.channels, false, !is_gradient, false};
-  OneDnn::get().multiply(product, filters.data(), [&](const auto &multiply) {
+  OneDnn::get().multiply(product, filters.get(), [&](const auto &multiply) {
     for (; from.first < from.total(); from.first += count, to.first += count) {
-      reference::winograd_input(from, in, inputs.data());
-      multiply(inputs.data(), outputs.data());
-      reference::winograd_output(to, outputs.data(), out);
+      reference::winograd_input(from, in, inputs.get());
+      multiply(inputs.get(), outputs.get());
+      reference::winograd_output(to, outputs.get(), out);
     }
   });
 }
@@ -298,17 +311,19 @@ void winograd_conv(const OneDnn::Geometry &g, bool is_gradient, const float *in,
 void winograd_filter_gradient(const OneDnn::Geometry &g, const float *x, const float *dy, float *dfilter) {
   reference::Tiles from = tiles_of(g.x), to = tiles_of(g.y);
   const int64_t count = from.count;
-  std::vector<float> filters(OneDnn::kProducts * g.x[1] * g.y[1]);
-  std::vector<float> inputs(OneDnn::kProducts * count * from.channels);
-  std::vector<float> outputs(OneDnn::kProducts * count * to.channels);
+  const int64_t size = OneDnn::kProducts * g.x[1] * g.y[1];
+  const Floats filters = floats(size);
+  const Floats inputs = floats(OneDnn::kProducts * count * from.channels);
+  const Floats outputs = floats(OneDnn::kProducts * count * to.channels);
+  std::fill_n(filters.get(), size, 0.f);
   const OneDnn::Product product = {to.channels, count, from.channels, true, false, true};
   for (; from.first < from.total(); from.first += count, to.first += count) {
-    reference::winograd_input(from, x, inputs.data());
-    reference::winograd_output_gradient(to, dy, outputs.data());
-    OneDnn::get().multiply(product, inputs.data(),
-                           [&](const auto &multiply) { multiply(outputs.data(), filters.data()); });
+    reference::winograd_input(from, x, inputs.get());
+    reference::winograd_output_gradient(to, dy, outputs.get());
+    OneDnn::get().multiply(product, inputs.get(),
+                           [&](const auto &multiply) { multiply(outputs.get(), filters.get()); });
   }
-  reference::winograd_filter_gradient(filters.data(), g.y[1], g.x[1], dfilter);
+  reference::winograd_filter_gradient(filters.get(), g.y[1], g.x[1], dfilter);
 }
 
 std::vector<int64_t> conv2d_shape(const OneDnn::Geometry &g) { return {g.y[0], g.y[2], g.y[3], g.y[1]}; }

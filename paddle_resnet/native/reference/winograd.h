@@ -47,33 +47,34 @@ inline void winograd_input(const Tiles &tiles, const float *x, float *out) {
   const int64_t plane = tiles.count * tiles.channels;
   tiles.for_each([&](auto lanes, int channel, int64_t i, int image, int row, int column) {
     using Vector = typename Vectors<decltype(lanes)::value>::Type;
-    Vector d[4][4] = {};
+    Vector d[4][4];
     const auto transform = [](Vector &a, Vector &b, Vector &c, Vector &d) {
       const Vector second = b + c, third = c - b, fourth = b - d;
       a = a - c, b = second, c = third, d = fourth;
     };
-    if (image >= 0) {
-      const int top = std::max(0, 1 - row), bottom = std::min(4, tiles.height + 1 - row);
-      const int left = std::max(0, 1 - column), right = std::min(4, tiles.width + 1 - column);
-      const float *from = x + tiles.at(image, row, column) + channel;
-      const auto load = [&](int r, int c) {
-        const int64_t at = (static_cast<int64_t>(r - 1) * tiles.width + c - 1) * tiles.channels;
-        d[r][c] = *reinterpret_cast<const Vector *>(from + at);
-      };
-      if (top == 0 && left == 0 && bottom == 4 && right == 4) {
+    const float *from = x + tiles.at(std::max(image, 0), row, column) + channel;
+    const auto load = [&](int r, int c) {
+      const int64_t at = (static_cast<int64_t>(r - 1) * tiles.width + c - 1) * tiles.channels;
+      return *reinterpret_cast<const Vector *>(from + at);
+    };
+    const int top = std::max(0, 1 - row), bottom = image < 0 ? 0 : std::min(4, tiles.height + 1 - row);
+    const int left = std::max(0, 1 - column), right = std::min(4, tiles.width + 1 - column);
+    if (top == 0 && left == 0 && bottom == 4 && right == 4) {
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r)
+      for (int r = 0; r < 4; ++r)
 #pragma GCC unroll 4
-          for (int c = 0; c < 4; ++c) load(r, c);
-      } else {
-        for (int r = top; r < bottom; ++r)
-          for (int c = left; c < right; ++c) load(r, c);
-      }
+        for (int c = 0; c < 4; ++c) d[r][c] = load(r, c);
+    } else {
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) transform(d[0][c], d[1][c], d[2][c], d[3][c]);
+      for (int r = 0; r < 4; ++r)
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) transform(d[r][0], d[r][1], d[r][2], d[r][3]);
+        for (int c = 0; c < 4; ++c)
+          d[r][c] = top <= r && r < bottom && left <= c && c < right ? load(r, c) : Vector{};
     }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) transform(d[0][c], d[1][c], d[2][c], d[3][c]);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) transform(d[r][0], d[r][1], d[r][2], d[r][3]);
     float *to = out + i * tiles.channels + channel;
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r)
