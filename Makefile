@@ -72,12 +72,13 @@ train: data
 	rm -rf output/digits
 	$(BIN)/python train.py --config configs/digits_cpu.yaml
 
+# The tests start many processes, which load the modules faster from files with bytecode.
 # Types are checked only with Paddle 2.6: the annotations in Paddle 3 describe the tensors of dynamic graphs.
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(if $(findstring ==3,$(PADDLE_WORDS)),,$(BIN)/basedpyright --pythonpath $(BIN)/python)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 clean:
 	rm -rf .venv data/digits output/digits

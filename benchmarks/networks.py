@@ -208,7 +208,7 @@ def table(results: list[dict[str, Any]], bandwidth_tb_s: float) -> str:
     return "\n".join(lines)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", choices=MODELS, help="network (default: all); may be repeated")
     parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="device (cpu: float32, for tests)")
@@ -221,7 +221,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--output", default="networks.jsonl", help="file to which JSON lines are appended")
     parser.add_argument("--table", metavar="FILE", help="print the table of an --output file without measuring")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.arch = args.arch or list(MODELS)
     args.paddle_python = sys.executable
     if args.warmup_steps < MIN_WARMUP_STEPS:

@@ -64,6 +64,8 @@ TIMM = {  # {--arch: name of the same network in timm}
     "MobileNetV3_Large": "mobilenetv3_large_100",
     "MobileNetV3_Small": "mobilenetv3_small_100",
     "GhostNet": "ghostnet_100",
+    "PPLCNet_x1_0": "lcnet_100",
+    "PPHGNetV2_B0": "hgnetv2_b0",
     "EfficientNet_Lite0": "efficientnet_lite0",
     "EfficientNet_Lite1": "efficientnet_lite1",
     "EfficientNet_Lite2": "efficientnet_lite2",
@@ -368,7 +370,7 @@ def dali_pipeline(args: argparse.Namespace, training: bool, device: "torch.devic
     return pipeline()
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     both = argparse.ArgumentParser(add_help=False)
@@ -402,7 +404,7 @@ def parse_args() -> argparse.Namespace:
     worker.add_argument("--arch", choices=TIMM, default="ResNet50")
     worker.add_argument("--compile", choices=["default", "reduce-overhead", "max-autotune"])
     commands.add_parser("table").add_argument("files", nargs="+", metavar="FILE")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if getattr(args, "warmup_steps", 1) < 1:
         parser.error(f"--warmup-steps {args.warmup_steps}: does not exclude compilation; use 1 or more")
     return args

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paddle_resnet import dali, program, recipe
 from paddle_resnet.checkpoints import folders, saver, variables
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations, values
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import logger, progress
@@ -134,7 +134,7 @@ def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluat
     if not args.is_explicit("warmup_epochs"):
         chosen.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
     chosen.finalize()
-    schedule.adopt(build_lr_scheduler(chosen, timeline))
+    schedule.adopt(schedules.build_lr_scheduler(chosen.part(schedules.Options), timeline))
     ends = (
         f"the run of {counted(epochs, 'epoch')} ends after about {end_s / 60:.3g} minutes, of which "
         f"{start_s / 60:.3g} have passed"

@@ -54,7 +54,7 @@ def build_dataloader(
     """
     watchdog.phase(f"image listing ({mode.value})")
     settings = resolution.resolve_data(args, mode)
-    options, flags = loader.Options.of(settings), batch_flags(settings)
+    options, flags = settings.part(loader.Options), batch_flags(settings)
     if settings.data_format == "synthetic":
         return loader.build_synthetic(options, flags, mode, state)
     root = root or data_root(settings)

@@ -1,9 +1,10 @@
-"""Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export CHECKPOINT OUT`."""
+"""Export a checkpoint for Paddle Inference, ONNX, timm and Triton: `python -m paddle_resnet.export CHECKPOINT OUT`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import paddle_resnet  # noqa: F401  imported before Paddle, because it sets envi
 from paddle_resnet import graph
 from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
-from paddle_resnet.models import registered_name
+from paddle_resnet.models import registered, registered_name
 from paddle_resnet.utils import confidence, exit_codes, files, label_metrics, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
@@ -84,12 +85,13 @@ def export(
     precision: str = "float32",
     allow_outside: bool = False,
     temperature: str | None = None,
+    safetensors: bool = False,
 ) -> dict[str, Any]:
     """Export a checkpoint as an inference network, without masks or optimizer state.
 
     The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
-    preprocessing, classes), labels.txt (one class per line) and preprocess.py (a copy of serving/preprocessing.py,
-    which runs standalone).
+    preprocessing, classes), labels.txt (one class per line), preprocess.py (a copy of serving/preprocessing.py,
+    which runs standalone) and README.md (a model card).
 
     Args:
         checkpoint: see networks.load_checkpoint.
@@ -111,6 +113,8 @@ def export(
         allow_outside: whether file lists of `verify` may contain files outside this folder.
         temperature: "auto" to divide the logits by the temperature that minimizes the loss of the checkpoint on the
             validation images of `verify`, or None. model.json contains it as confidence.Temperature.
+        safetensors: also write model.safetensors: the parameters in float32, with the names, shapes and BN epsilon of
+            timm's network with the same outputs, or those of this project if timm does not have the network.
     Returns:
         content of model.json.
     Raises:
@@ -146,7 +150,7 @@ def export(
 
         compat.check_version()
         gpus.warn_of_cpu_build()
-        from paddle_resnet.serving import inference, networks, onnx_writer
+        from paddle_resnet.serving import inference, model_card, networks, onnx_writer
     if verify is not None and precision == "float16" and inference.resolve_device("auto") == "cpu":
         raise UsageError(
             f"--verify {verify}: --precision float16 requires a GPU, and Paddle cannot use one; remove --verify, or "
@@ -161,6 +165,11 @@ def export(
     network = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, precision=precision)
     if onnx and network.args.qat:
         int8 = int8 or "onnxruntime"
+    if safetensors and network.args.qat:
+        raise UsageError(
+            f"--safetensors: {checkpoint} was trained with --qat, and the file cannot contain its quantization; remove "
+            "--safetensors"
+        )
     if int8 and precision == "float16":
         cause = "--onnx for a checkpoint trained with --qat" if network.args.qat else "--int8"
         raise UsageError(f"--precision float16: not supported with {cause}; remove one of the flags")
@@ -193,7 +202,13 @@ def export(
             else:
                 onnx_files = _write_onnx(network, partial) if onnx else {}
             description["files"] |= onnx_files
+            if safetensors:
+                float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name, **tempered)
+                description["files"] |= _write_safetensors(float32, partial)
             _write_texts(description, partial)
+            entry = registered(network.args.model_arch_name)
+            card = model_card.text(description, network.meta, entry and entry.timm, int8)
+            (partial / "README.md").write_text(card, encoding="utf-8")
             if verify is not None:
                 float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name, **tempered)
                 device = "gpu" if precision == "float16" else "cpu"
@@ -367,6 +382,23 @@ def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     return {path.name: entry}
 
 
+def _write_safetensors(network, folder):
+    """Write model.safetensors, and return its entry for model.json."""
+    from paddle_resnet.checkpoints import conversion, folders, foreign_files, foreign_names
+    from paddle_resnet.serving import inference
+
+    own = conversion.parameters(network.args.model_arch_name, network.args.num_of_class)
+    arrays = {name: network.parameter(parameter.variable).astype(np.float32) for name, parameter in own.items()}
+    entry = registered(network.args.model_arch_name)
+    if entry is not None and entry.timm is not None:
+        arrays = foreign_names.to_timm(entry.module, arrays, own)
+        metadata = {"format": "pt", "network": f"timm.{entry.timm}"}
+    else:
+        metadata = {"format": "np", "network": f"paddle_resnet.{network.description['arch']}"}
+    path = folder / f"{inference.NAME}.safetensors"
+    return {path.name: folders.write_file(path, lambda file: foreign_files.write_safetensors(file, arrays, metadata))}
+
+
 def _fit_temperature(network, image_root, allow_outside=False):
     """Fit a temperature to the validation images, and log its effect.
 
@@ -412,7 +444,7 @@ def _check_temperature(score, original_score, temperature):
 
 def _verify(network, folder, image_root, device, allow_outside=False):
     """Evaluate the checkpoint and the exported networks on all validation images, and compare the results. The
-    checkpoint and model.onnx run on the CPU.
+    checkpoint and model.onnx run on the CPU; model.onnx runs in onnxruntime and, if it is installed, in OpenVINO.
 
     Args:
         network: the checkpoint's Network, which takes normalized images as input.
@@ -431,6 +463,8 @@ def _verify(network, folder, image_root, device, allow_outside=False):
     models = [network.model(logits=True), inference.open_paddle(folder, device, logits=True)]
     if (file := folder / f"{inference.NAME}.onnx").exists():
         models.append(inference.open_onnx(file, "cpu", logits=True))
+        if importlib.util.find_spec("openvino") is not None:
+            models.append(inference.open_openvino(file, models[-1]))
     expected, *others = (_score(network, model, image_root, allow_outside=allow_outside) for model in models)
     for model, score in zip(models, (expected, *others), strict=True):
         logger.info(f"{model.engine}: {_metric_text(score)}, loss {score['loss']:.7g}, {score['images']} images")
@@ -708,7 +742,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         main={
             "What to export": ("checkpoint", "output", "--model-arch-name"),
-            "What to write": ("--onnx", "--triton"),
+            "What to write": ("--onnx", "--safetensors", "--triton"),
             "How to compute": ("--precision", "--uint8", "--int8", "--calibrate", "--temperature"),
             "How to check the export": ("--verify",),
         },
@@ -771,6 +805,11 @@ def main(argv: list[str] | None = None) -> int:
         choices=["onnxruntime", "tensorrt"],
         help="engine that runs the INT8 model; for tensorrt, all zero points are 0 (default: onnxruntime)",
     )
+    parser.add_argument(
+        "--safetensors",
+        action="store_true",
+        help="also write model.safetensors, with the parameter names of timm if timm has the network",
+    )
     parser.add_argument("--triton", action="store_true", help="also write triton/, a Triton model repository")
     parser.add_argument(
         "--model-arch-name",
@@ -797,7 +836,7 @@ def _main(args: argparse.Namespace):
         None if args.calibrate is None else Calibration(args.calibrate, **chosen, allow_outside=args.allow_outside)
     )
     names = ("onnx", "verify", "uint8", "triton", "model_arch_name", "precision", "allow_outside", "temperature")
-    flags = {name: getattr(args, name) for name in names}
+    flags = {name: getattr(args, name) for name in (*names, "safetensors")}
     int8 = (args.int8_engine or "onnxruntime") if args.int8 else None
     description = export(args.checkpoint, args.output, **flags, int8=int8, calibration=calibration)
     outputs, named = description["output"]["shape"][1], len(description["classes"])

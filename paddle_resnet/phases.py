@@ -10,13 +10,13 @@ from paddle import static
 
 from paddle_resnet import budget, dali, graph, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.components import START, precision, quantization
+from paddle_resnet.components import START, precision, quantization, task
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.data.iterators import Loader, TrainingLoader
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
-from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces, folding
 from paddle_resnet.settings import durations, parsing, validation, values
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
@@ -126,7 +126,7 @@ def _claim(args, checkpoint, folder):
         announced=report.announced(*files),
     )
     logger.setup(args.report_file)  # lock the report before check_replaced examines it
-    report.check_replaced(args, checkpoint, folder)
+    report.check_replaced(args.part(report.Options), checkpoint, folder)
 
 
 def input_files(args: values.Settings) -> list[tuple[str, str | Path]]:
@@ -236,7 +236,7 @@ def build_programs(
     paddle.seed(args.seed)
     if train_loader is not None:
         images = train_loader.data_set_size // processes.world_size()
-        lr_scheduler = build_lr_scheduler(args, timeline(args, images))
+        lr_scheduler = schedules.build_lr_scheduler(args.part(schedules.Options), timeline(args, images))
         stages = stages_from(args, checkpoint.epoch if checkpoint else 0)
         startup_progs = [static.Program() for _ in stages]
         works = [
@@ -345,9 +345,9 @@ def set_weights(
             if component.start(args.part(component.Settings), loaded):
                 missing = variables.states(training.program)
         variables.start_states(missing, checkpoint, training.program, place)
-    if evaluation and not training and args.multi_label:
+    if evaluation and not training:
         _, meta = _origin(args, checkpoint)
-        evaluation.fetchs["scores"][1].thresholds = (meta or {}).get("thresholds")
+        args.part(task.Settings).task(args.num_of_class).restore(evaluation.fetchs, meta or {})
     if evaluation:
         float32 = quantization.float32_variables(evaluation.program)
         precision.start_evaluation(args.part(precision.Settings), evaluation.program, place, float32)
@@ -413,7 +413,8 @@ def check_and_describe(
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
     settings = (training or evaluation).settings
-    logger.info(report.start_line(settings, *loaders, fused, count, main.compiled.captured is not None))
+    options = settings.part(report.Options)
+    logger.info(report.start_line(options, *loaders, fused, count, main.compiled.captured is not None))
     return args, training
 
 

@@ -23,6 +23,7 @@ import paddle_resnet  # noqa: F401  imported before Paddle, because it sets envi
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
 from paddle_resnet.settings.values import flag_name, text
+from paddle_resnet.tasks import multi_label, single_label
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
@@ -396,9 +397,9 @@ def _main(args: argparse.Namespace):
     bad = number = 0
     names, thresholds = _class_names(model), _thresholds(model)
     if thresholds is None:
-        columns = ["prediction", "predicted_class", *predictions.top_columns(min(TOP, len(names)))]
+        columns = ["prediction", "predicted_class", *single_label.top_columns(min(TOP, len(names)))]
     else:
-        columns = ["prediction", *(predictions.PROBABILITY + name for name in names)]
+        columns = ["prediction", *(multi_label.PROBABILITY + name for name in names)]
     with _csv_writer(args.csv, columns) as write, bad_images.decoders_silenced():
         batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
         for files_read, probabilities in batches:

@@ -16,6 +16,7 @@ from paddle_resnet.step import build as building
 from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import loop
 from paddle_resnet.step.metrics import log_metrics
+from paddle_resnet.tasks import TASKS, SingleLabel
 from paddle_resnet.utils.mode import Mode
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def create_feeds(image_shape: Sequence[int], multi_label_classes: int | None = N
         {"data": [N, *image_shape] in Paddle's default dtype, "label": [N, 1] int64, or [N, multi_label_classes] float32
         with 1 for each class of the image and 0 for all others}.
     """
-    return building.feeds_of(image_shape, multi_label_classes)
+    multi_label = multi_label_classes is not None
+    return building.feeds_of(image_shape, TASKS[multi_label](multi_label_classes or 0))
 
 
 def create_fetchs(
@@ -98,7 +100,7 @@ def create_fetchs(
         Mode.EVAL adds "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter) and
         "of_softmax": (see loss_head.add_paddle; ConfidenceMeter).
     """
-    return building.fetchs_of(out, feeds, class_num, label_smoothing, mode)
+    return SingleLabel(class_num).add_head(out, feeds, label_smoothing, mode)
 
 
 def create_strategy(args: values.Settings, is_train: bool = True) -> tuple[static.BuildStrategy, None]:  # pyright: ignore[reportInvalidTypeForm]
@@ -113,7 +115,7 @@ def create_strategy(args: values.Settings, is_train: bool = True) -> tuple[stati
     Raises:
         UsageError: --device is still auto.
     """
-    return compilation.build_strategy(args.resolved, is_train), None
+    return compilation.build_strategy(args.resolved.part(compilation.Options), is_train), None
 
 
 def dist_optimizer(args: values.Settings, optimizer: paddle.optimizer.Optimizer) -> Any:
@@ -123,7 +125,7 @@ def dist_optimizer(args: values.Settings, optimizer: paddle.optimizer.Optimizer)
     The wrappers work together only in this order: AMP, Fleet, ASP. If AMP and ASP are enabled through Fleet's strategy
     flags instead, gradients are not reduced or the program remains in float32.
     """
-    return building.wrap_optimizer(start(args), optimizer)
+    return building.wrap_optimizer(start(args).part, optimizer)
 
 
 def build(
@@ -159,7 +161,7 @@ def build(
     """
     mode = Mode.TRAIN if is_train else Mode.EVAL
     return building.build_program(
-        start(args, mode), main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images
+        start(args, mode).part, main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images
     )
 
 
@@ -179,7 +181,8 @@ def compile_prog(
         UsageError: create_strategy fails; --cuda-graph true is explicit, but an operator cannot be captured; or the
             program was not built by build, and --optimizer or a regularizer cannot be used with it.
     """
-    return compilation.compile_step(args.resolved, program, is_train)
+    options = args.resolved.part(compilation.Options)
+    return compilation.compile_step(options, program, is_train, args.resolved.is_explicit("cuda_graph"))
 
 
 def run(
@@ -219,7 +222,8 @@ def run(
         RuntimeError: the loader yields fewer or more batches than its length.
     """
     loop.check_program(program)
-    return loop.run_and_save(args.resolved, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
+    options = args.resolved.part(loop.Options)
+    return loop.run_and_save(options, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
 def log_info(step: tuple[int, ...], metrics: dict[str, Any], mode: Mode) -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import math
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paddle_resnet.components import task
 from paddle_resnet.job import processes
-from paddle_resnet.settings.groups import loader, output
+from paddle_resnet.settings.groups import dataset, loader, output, start
 from paddle_resnet.settings.values import text
+from paddle_resnet.tasks import TASKS
 from paddle_resnet.utils import files, logger, meters
 from paddle_resnet.utils.errors import RunError, UsageError, command, counted
 from paddle_resnet.utils.mode import Mode, RunScope
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from paddle import static
 
     from paddle_resnet.settings.durations import Stop
-    from paddle_resnet.settings.values import Settings
 
     Drawer = Callable[[bytes, int], bytes]  # see page.write
 
@@ -39,6 +40,30 @@ MIB = 2**20
 # Flags that the suggested evaluation command omits.
 OF_TRAINING = ("--inference-dir", "--profile-steps", "--tensorboard-dir", "--report-html")
 STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step that the GPU spends waiting for images
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(dataset.Settings, loader.Settings, output.Settings, start.Settings, task.Settings):
+    """The flags of a report: those of the base classes and the following; see `train.py --help all`."""
+
+    accumulate_steps: int
+    amp: bool
+    amp_dtype: str
+    amp_level: str
+    asp: bool
+    benchmark: bool
+    data_layout: str
+    device: str
+    epochs: int
+    image_shape: list[int]
+    inference_dir: str | None
+    iter_unit: str
+    lr: float
+    model_arch_name: str
+    num_iter: int | None
+    num_of_class: int
+    patience: int
+    profile_steps: list[int] | None
 
 
 def default_name(run_scope: RunScope, is_benchmark: bool) -> str:
@@ -83,25 +108,25 @@ def tables(settings: output.Settings, evaluates: bool, is_multi_label: bool = Fa
     if not evaluates:
         return {}
     report, page = Path(settings.report_file), settings.report_html
-    kinds = ["classes", "averages", *([] if is_multi_label else ["confusion"]), *(["predictions"] if page else [])]
+    kinds = [*TASKS[is_multi_label].TABLES, *(["predictions"] if page else [])]
     if report.exists() and not report.is_file():  # for example, /dev/null or a pipe
         kinds = []
     paths = {kind: files.companion(settings.report_file, f"{kind}.csv") for kind in kinds}
     return paths | ({"predictions": settings.predictions} if settings.predictions is not None else {})
 
 
-def resumes(args: Settings, checkpoint) -> bool:
+def resumes(options: Options, checkpoint) -> bool:
     """Return whether this run appends to an existing report, that is, whether --resume is set or this run continues the
     run that wrote the checkpoint."""
-    trains = args.run_scope.trains and not args.benchmark
-    return trains and (args.resume or (checkpoint is not None and checkpoint.resumes))
+    trains = options.run_scope.trains and not options.benchmark
+    return trains and (options.resume or (checkpoint is not None and checkpoint.resumes))
 
 
-def check_replaced(args: Settings, checkpoint, run_folder: Path) -> None:
+def check_replaced(options: Options, checkpoint, run_folder: Path) -> None:
     """Check the file that this run's report would replace or append to.
 
     Args:
-        args: flags.
+        options: flags of the run.
         checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
         run_folder: folder of the run's checkpoints.
     Raises:
@@ -109,31 +134,31 @@ def check_replaced(args: Settings, checkpoint, run_folder: Path) -> None:
             does not resume, and --overwrite is not set; the run would append to the report of another run; or
             --report-html is set, and the path exists, but is not a regular file.
     """
-    path = Path(args.report_file)
+    path = Path(options.report_file)
     if not path.is_file():
-        if args.report_html is not None and path.exists():
+        if options.report_html is not None and path.exists():
             raise UsageError(
-                f"--report-html {args.report_html}: requires that --report-file is a regular file, but {path} is not; "
-                "choose a different --report-file"
+                f"--report-html {options.report_html}: requires that --report-file is a regular file, but {path} is "
+                "not; choose a different --report-file"
             )
         return
     from paddle_resnet.results import reading
 
     try:
         kind = reading.kind(path)
-        is_of_run = resumes(args, checkpoint) and _is_of_run(path, checkpoint, run_folder)
+        is_of_run = resumes(options, checkpoint) and _is_of_run(path, checkpoint, run_folder)
     except OSError as e:
         raise UsageError(f"--report-file {path}: cannot be read ({e.strerror}); choose a different file") from e
     if kind is None:
         raise UsageError(f"--report-file {path}: exists and is not a report; choose a different file")
     if not kind:
         return
-    if resumes(args, checkpoint):
+    if resumes(options, checkpoint):
         if kind != "training" or not is_of_run:
             raise UsageError(f"--report-file {path}: is the report of a different {kind} run; choose a different file")
         return
-    if kind == "training" and not args.overwrite:
-        remedy = ", add --resume to continue that run," if args.run_scope.trains and not args.benchmark else ""
+    if kind == "training" and not options.overwrite:
+        remedy = ", add --resume to continue that run," if options.run_scope.trains and not options.benchmark else ""
         raise UsageError(
             f"--report-file {path}: is the report of a training run; choose a different file{remedy} or add "
             "--overwrite to replace its report"
@@ -159,7 +184,7 @@ def _is_of_run(path, checkpoint, run_folder):
 
 
 def start_line(
-    args: Settings,
+    options: Options,
     train_loader: Sized | None,
     eval_loader: Sized | None,
     fused_operators: dict[str, int],
@@ -170,7 +195,7 @@ def start_line(
     graph, batch, learning rate, steps and gradient all-reduces.
 
     Args:
-        args: flags.
+        options: flags of the run.
         train_loader, eval_loader: loaders, or None if the run does not use them.
         fused_operators: {operator: count} of the training program or, if the run does not train, the evaluation
             program.
@@ -178,28 +203,29 @@ def start_line(
         is_captured: whether the program's steps are captured as a CUDA graph.
     """
     world_size = processes.world_size()
-    precision = f"AMP {args.amp_level} in {args.amp_dtype}" if args.amp else "float32"
+    factor = world_size * options.accumulate_steps
+    precision = f"AMP {options.amp_level} in {options.amp_dtype}" if options.amp else "float32"
     fused = ", ".join(f"{count} {name}" for name, count in fused_operators.items()) or "no fused operators"
     loaders = {"train": train_loader, "val": eval_loader}
     sizes = [
         f"{name} {counted(len(loader), 'step')} per epoch" for name, loader in loaders.items() if loader is not None
     ]
-    if train_loader is not None and args.iter_unit == "batch":
-        sizes.append(f"{counted(args.num_iter, 'step')} in total")
-    if train_loader is not None and args.accumulate_steps > 1:
-        left = len(train_loader) % args.accumulate_steps
-        sizes.append(f"an update every {args.accumulate_steps} steps" + (f" (last {left} unused)" if left else ""))
+    if train_loader is not None and options.iter_unit == "batch":
+        sizes.append(f"{counted(options.num_iter, 'step')} in total")
+    if train_loader is not None and options.accumulate_steps > 1:
+        left = len(train_loader) % options.accumulate_steps
+        sizes.append(f"an update every {options.accumulate_steps} steps" + (f" (last {left} unused)" if left else ""))
     if train_loader is not None and world_size > 1:
         sizes.append(f"{counted(gradient_all_reduces, 'gradient all-reduce')} per step")
     return (
-        f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, "
-        f"images {text(args.image_shape)}, {fused}, "
-        f"{'CUDA graph, ' if is_captured else ''}batch {args.batch_size} per process, peak lr {args.lr} x "
-        f"{world_size * args.accumulate_steps} = {args.lr * world_size * args.accumulate_steps:g}, {', '.join(sizes)}"
+        f"{options.model_arch_name} on {world_size} x {options.device}, {precision}, {options.data_layout}, "
+        f"images {text(options.image_shape)}, {fused}, "
+        f"{'CUDA graph, ' if is_captured else ''}batch {options.batch_size} per process, peak lr {options.lr} x "
+        f"{factor} = {options.lr * world_size * options.accumulate_steps:g}, {', '.join(sizes)}"
     )
 
 
-def all_done(args: Settings, argv: list[str], checkpoint) -> None:
+def all_done(options: Options, entry: dict[str, Any], argv: list[str], checkpoint) -> None:
     """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, write the summary and the
     HTML report if the run was killed before it wrote them.
 
@@ -208,29 +234,31 @@ def all_done(args: Settings, argv: list[str], checkpoint) -> None:
             error, so that the same command can be repeated until all steps are done.
     """
     folder = checkpoint.folder
-    if checkpoint.ended_early(args.patience):
+    if checkpoint.ended_early(options.patience):
         count = checkpoint.evaluations_since_best
         text = f"{folder} was saved {counted(count, 'evaluation')} after the best evaluation; use a larger number"
-        if not args.resume:
-            raise UsageError(f"--patience {args.patience}: {text}")
-        logger.info(f"--resume: --patience {args.patience} has already ended the run: {text}")
+        if not options.resume:
+            raise UsageError(f"--patience {options.patience}: {text}")
+        logger.info(f"--resume: --patience {options.patience} has already ended the run: {text}")
     else:
-        if not args.resume:
-            if args.iter_unit == "batch":
-                raise UsageError(f"--num-iter {args.num_iter}: already completed in {folder}; use a larger number")
-            raise UsageError(f"--epochs {args.epochs}: already completed in {folder}; use more than {checkpoint.epoch}")
-        length = counted(args.epochs, "epoch") if args.iter_unit == "epoch" else counted(args.num_iter, "step")
+        if not options.resume:
+            if options.iter_unit == "batch":
+                raise UsageError(f"--num-iter {options.num_iter}: already completed in {folder}; use a larger number")
+            raise UsageError(
+                f"--epochs {options.epochs}: already completed in {folder}; use more than {checkpoint.epoch}"
+            )
+        length = counted(options.epochs, "epoch") if options.iter_unit == "epoch" else counted(options.num_iter, "step")
         logger.info(f"--resume: the run is already complete in {folder}, after {length}")
-    if processes.rank() == 0 and Path(args.report_file).is_file():
-        _complete(args, argv, checkpoint)
+    if processes.rank() == 0 and Path(options.report_file).is_file():
+        _complete(options, entry, argv, checkpoint)
 
 
-def _complete(args, argv, checkpoint):
+def _complete(options, entry, argv, checkpoint):
     """Write the summary and the HTML report of a completed training run if they are missing. For exceptions, see
     logger.setup and logger.begin."""
     from paddle_resnet.results import reading
 
-    path, meta = Path(args.report_file), checkpoint.meta
+    path, meta = Path(options.report_file), checkpoint.meta
     if reading.kind(path) != "training" or not _is_of_run(path, checkpoint, Path(checkpoint.folder).parent):
         return
     try:
@@ -239,32 +267,32 @@ def _complete(args, argv, checkpoint):
         return logger.warn(str(e))
     if not has_summary:
         logger.setup(path)
-        logger.begin(args.as_entry(), append=True)
+        logger.begin(entry, append=True)
         last = {"epoch": meta["epoch"]} | ({} if meta["step"] is None else {"step": meta["step"]})
         logger.log((), _summary(meta["trained"], meta["evaluated"], meta["best"], last))
-    if args.report_html is not None and not (has_summary and os.path.exists(args.report_html)):
-        _write_page(args.part(output.Settings), args.device, argv)
+    if options.report_html is not None and not (has_summary and os.path.exists(options.report_html)):
+        _write_page(options, options.device, argv)
 
 
-def advise_on_loader(args: Settings, epoch: int, trained: dict[str, Any]) -> bool:
+def advise_on_loader(options: Options, epoch: int, trained: dict[str, Any]) -> bool:
     """Warn if a GPU waits for the loader for more than STARVED_FRACTION of the epoch time, and suggest a flag. On a
     CPU, there is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader.
     A first epoch of fewer than 50 steps is ignored, because startup dominates it.
 
     Args:
-        args: flags.
+        options: flags of the run.
         epoch: epoch number.
         trained: result of program.run.
     Returns:
         whether a warning was logged.
     """
     fraction = trained["data_time"] / trained["batch_time"]
-    if args.device != "gpu" or fraction <= STARVED_FRACTION or (epoch == 0 and trained["steps"] < 50):
+    if options.device != "gpu" or fraction <= STARVED_FRACTION or (epoch == 0 and trained["steps"] < 50):
         return False
-    advice = _loader_flag(args.part(loader.Settings))
+    advice = _loader_flag(options)
     logger.warn(
         f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; set {advice}, or measure the speed of "
-        f"the loader with `{command('dataset', 'speed', args.image_root)}`"
+        f"the loader with `{command('dataset', 'speed', options.image_root)}`"
     )
     return True
 
@@ -280,14 +308,14 @@ def _loader_flag(settings: loader.Settings) -> str:
     return f"--dali-prefetch {2 * settings.dali_prefetch}"
 
 
-def conclude(args: Settings, argv: list[str], result: dict[str, Any], mode: Mode, draw: Drawer | None = None) -> None:
+def conclude(options: Options, argv: list[str], result: dict[str, Any], mode: Mode, draw: Drawer | None = None) -> None:
     """Log the result of a benchmark, or of an evaluation without training, as the summary of the run.
 
     For a benchmark, also log peak memory, versions and the command, and print a table instead of a line. For an
     evaluation, also write the HTML report (--report-html).
 
     Args:
-        args: flags.
+        options: flags of the run.
         argv: arguments of the command line.
         result: result of program.run, without arrays.
         mode: Mode.TRAIN or Mode.EVAL.
@@ -295,14 +323,14 @@ def conclude(args: Settings, argv: list[str], result: dict[str, Any], mode: Mode
     Raises:
         RunError: the report file can no longer be written.
     """
-    if args.benchmark:
-        result = result | _peak_memory(args.device)
+    if options.benchmark:
+        result = result | _peak_memory(options.device)
     data = {f"{mode.value}.{name}": value for name, value in result.items()}
-    if not args.benchmark:
+    if not options.benchmark:
         logger.log((), data)
-        _write_page(args.part(output.Settings), args.device, argv, draw)
+        _write_page(options, options.device, argv, draw)
         return
-    environment = {"versions": _versions(args.device), "processes": processes.world_size()}
+    environment = {"versions": _versions(options.device), "processes": processes.world_size()}
     environment["command"] = command("train", *argv)
     logger.report((), data | environment)
     if processes.rank() == 0:
@@ -364,7 +392,7 @@ def _print_table(title, result, environment):
 
 
 def summarize(
-    args: Settings,
+    options: Options,
     argv: list[str],
     program: static.Program,
     stop: Stop,
@@ -378,7 +406,7 @@ def summarize(
     last, if the run does not evaluate) and writes a separate report.
 
     Args:
-        args: flags.
+        options: flags of the run.
         argv: arguments of the command line.
         program: training Program.
         stop: the last durations.Stop.
@@ -398,26 +426,26 @@ def summarize(
         ]
     if saver.ends_early:
         lines = [
-            f"--patience {args.patience}: no higher {meters.main_metric(best)} since epoch {best['epoch']}",
+            f"--patience {options.patience}: no higher {meters.main_metric(best)} since epoch {best['epoch']}",
             *lines,
         ]
-    if args.asp:
+    if options.asp:
         from paddle_resnet.components import sparsity
 
         data |= sparsity.counts(program)
     logger.log((), data)
-    logger.info("\n".join([*lines, f"report: {args.report_file}"]))
-    _write_page(args.part(output.Settings), args.device, argv, draw)
+    logger.info("\n".join([*lines, f"report: {options.report_file}"]))
+    _write_page(options, options.device, argv, draw)
     if processes.rank() != 0:  # only rank 0 writes checkpoints
         return
-    if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
+    if options.from_checkpoint is None and options.from_pretrained_params is None and not options.resume:
         flags = _without(argv, ("--run-scope", "--report-file", "--overwrite", *OF_TRAINING))
         flags += ["--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
-        if Path(args.report_file) != Path(folder).parent / default_name(args.run_scope, args.benchmark):
-            flags += ["--report-file", str(files.companion(args.report_file, "eval.json"))]
+        if Path(options.report_file) != Path(folder).parent / default_name(options.run_scope, options.benchmark):
+            flags += ["--report-file", str(files.companion(options.report_file, "eval.json"))]
         of_file = [flag for flag in OF_TRAINING if flag not in {argument.partition("=")[0] for argument in argv}]
         for flag in of_file:
-            flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
+            flags += [flag, "None"] if getattr(options, flag[2:].replace("-", "_")) else []
         what = "the last epoch" if evaluated is None else f"the best epoch, {best['epoch']},"
         logger.info(f"evaluate {what} again: {command('train', *flags)}")
 
@@ -467,7 +495,7 @@ def _write_page(settings: output.Settings, device: str, argv: list, draw: Drawer
 
 
 def write_classes(
-    args: Settings, result: dict[str, Any], classes: Sequence[str], epoch: int, is_best: bool = True
+    options: Options, result: dict[str, Any], classes: Sequence[str], epoch: int, is_best: bool = True
 ) -> dict[str, Any]:
     """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes no
     files, because a benchmark does not evaluate the entire data set.
@@ -480,7 +508,7 @@ def write_classes(
     file. The files describe the best evaluation of the run.
 
     Args:
-        args: flags.
+        options: flags of the run.
         result: result of program.run with Mode.EVAL.
         classes: class names in label order; the network may have more outputs than there are names.
         epoch: epoch of the evaluated parameters.
@@ -491,7 +519,7 @@ def write_classes(
         RunError: a file cannot be written, or the data set has changed since the start of the run.
     """
     numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
-    if processes.rank() != 0 or args.benchmark:
+    if processes.rank() != 0 or options.benchmark:
         return numbers
     if "not_finite" in numbers:
         logger.warn(
@@ -501,55 +529,18 @@ def write_classes(
         )
     if not is_best:
         return numbers
-    from paddle_resnet.results import predictions as table
+    from paddle_resnet.results import predictions
 
-    paths = tables(args.part(output.Settings), args.run_scope.evaluates, args.multi_label)
-    place = args.image_root, args.data_format, args.skip_list, args.allow_outside
-    if args.multi_label:
-        _write_multi_label(place, paths, result, classes, epoch)
-        return numbers
-    class_num = len(result["class_top1"])
-    names = table.class_names(classes, class_num)
-    ratios = meters.CLASS_METRICS
-    metrics = meters.class_metrics(result["confusion"], class_num)
-    rows = []
-    for label, images in enumerate(metrics["images"]):
-        top1, *cells = (f"{metrics[name][label]:.6f}" for name in ("recall", *ratios))
-        rows.append((label, names[label], images, metrics["correct"][label], top1 if images else "", *cells, epoch))
-    _write(paths.get("classes"), ("label", "class", "images", "correct", "top1", *ratios, "epoch"), rows)
-    averages = meters.average_metrics(result["confusion"], class_num)
-    rows = [(kind, *(f"{averages[f'{name}_{kind}']:.6f}" for name in ratios), epoch) for kind in meters.AVERAGES]
-    _write(paths.get("averages"), ("average", *ratios, "epoch"), rows)
-    pairs = sorted(result["confusion"].tolist(), key=lambda pair: -pair[2])
-    rows = [(*pair, names[pair[0]], names[pair[1]], epoch) for pair in pairs]
-    _write(paths.get("confusion"), ("label", "predicted", "images", "class", "predicted_class", "epoch"), rows)
-    if "predictions" in result:
-        images = table.list_images(*place, count=len(result["predictions"]))
-        table.write(paths["predictions"], images, result["predictions"], names)
+    this_task = options.task(options.num_of_class)
+    paths = tables(options, options.run_scope.evaluates, options.multi_label)
+    names = predictions.class_names(classes, options.num_of_class)
+    for kind, (header, rows) in this_task.tables(result, names, epoch).items():
+        _write(paths.get(kind), header, rows)
+    if "predictions" in paths and (table := this_task.predictions(result, names)) is not None:
+        place = options.image_root, options.data_format, options.skip_list, options.allow_outside
+        images = predictions.list_images(*place, count=len(table[1]), is_multi_label=options.multi_label)
+        predictions.write(paths["predictions"], images, *table)
     return numbers
-
-
-def _write_multi_label(place, paths, result, classes, epoch):
-    """Like write_classes, with --multi-label: the columns of REPORT.classes.csv are label, class, images, predicted,
-    correct, ap, threshold, precision, recall, f1, epoch, and there is no REPORT.confusion.csv. `place` is the first
-    arguments of predictions.list_images."""
-    from paddle_resnet.results import predictions as table
-
-    names = table.class_names(classes, len(result["thresholds"]))
-    counts, ratios = ("images", "predicted", "correct"), ("ap", "threshold", *meters.CLASS_METRICS)
-    columns = [result["thresholds" if name == "threshold" else f"class_{name}"] for name in (*counts, *ratios)]
-    rows = []
-    for label, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        cells = [f"{value:.6f}" if math.isfinite(value) else "" for value in values[len(counts) :]]
-        rows.append((label, names[label], *map(int, values[: len(counts)]), *cells, epoch))
-    _write(paths.get("classes"), ("label", "class", *counts, *ratios, "epoch"), rows)
-    rows = [
-        (kind, *(f"{result[f'{name}_{kind}']:.6f}" for name in meters.CLASS_METRICS), epoch) for kind in meters.AVERAGES
-    ]
-    _write(paths.get("averages"), ("average", *meters.CLASS_METRICS, "epoch"), rows)
-    if "predictions" in paths:
-        images = table.list_images(*place, count=len(result["scores"]), is_multi_label=True)
-        table.write_multi_label(paths["predictions"], images, result["scores"], result["thresholds"], names)
 
 
 def _write(path, header, rows):

@@ -93,10 +93,15 @@ def drop_unused(settings: values.Settings) -> None:
 
 
 def resolve_layout(settings: values.Settings) -> None:
-    """On a CPU with --kernels auto, choose NHWC if the custom kernels can be built. These kernels are faster than
+    """On a CPU, choose NHWC for PIR programs, because only in this layout do they compute exactly what legacy programs
+    compute. Choose it also with --kernels auto if the custom kernels can be built. These kernels are faster than
     Paddle's and support only NHWC. If --data-layout is explicit or inherited, it does not change."""
-    is_supported = settings.device == "cpu" and settings.program_representation == "legacy"
-    if not is_supported or settings.kernels != "auto" or settings.origin("data_layout") != "default":
+    if settings.device != "cpu" or settings.origin("data_layout") != "default":
+        return
+    if settings.program_representation == "pir":
+        settings.resolve("machine", data_layout="NHWC")
+        return
+    if settings.kernels != "auto":
         return
     try:
         if not native.has_onednn():

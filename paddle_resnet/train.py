@@ -44,7 +44,7 @@ def _run(args, argv):
         fleet.connect(args.comm_timeout_s)
         checkpoint = phases.find_start(args)
         if phases.is_done(args, checkpoint):
-            return report.all_done(args, argv, checkpoint)
+            return report.all_done(args.part(report.Options), args.as_entry(), argv, checkpoint)
         phases.claim_outputs(args, checkpoint)
         exe, checkpoint, training, evaluation = phases.prepare(args, checkpoint)
         args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
@@ -61,15 +61,16 @@ def _run(args, argv):
 def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     from paddle_resnet import phases
 
+    options = args.part(report.Options)
     logger.begin(args.as_entry())
     epoch = phases.log_evaluated(args, checkpoint)
-    result = _evaluate(args, exe, evaluation, durations.Stop(epoch))
-    report.conclude(args, argv, result, Mode.EVAL, _drawer(args, checkpoint and checkpoint.folder))
+    result = _evaluate(options, exe, evaluation, durations.Stop(epoch))
+    report.conclude(options, argv, result, Mode.EVAL, _drawer(options, checkpoint and checkpoint.folder))
 
 
 def _benchmark_training(args, argv, exe, training):
     logger.begin(args.as_entry())
-    report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
+    report.conclude(args.part(report.Options), argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
@@ -79,9 +80,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
 
+    options = args.part(report.Options)
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
-    logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
+    logger.begin(args.as_entry(), append=report.resumes(options, checkpoint))
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
@@ -92,9 +94,9 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
                 trained = _train(exe, training, stop, saver.save)
                 if stop.averages_bn:
                     all_reduces.average_bn(exe, training.program)
-                is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(args, stop.epoch, trained))
+                is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(options, stop.epoch, trained))
             if evaluation and stop.evaluates:
-                evaluated = _evaluate(args, exe, evaluation, stop, saver.record)
+                evaluated = _evaluate(options, exe, evaluation, stop, saver.record)
         except Exception as e:
             saver.save_on_error(e, stop.epoch, stop.step, trained)
             raise
@@ -102,18 +104,18 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
         if saver.ends_early:
             break
     saver.finish()
-    draw = _drawer(args, None if saver.best is None else saver.best_folder)
-    report.summarize(args, argv, training.program, stop, trained, evaluated, saver, draw)
+    draw = _drawer(options, None if saver.best is None else saver.best_folder)
+    report.summarize(options, argv, training.program, stop, trained, evaluated, saver, draw)
 
 
-def _drawer(args, folder):
+def _drawer(options, folder):
     """Return a function that draws heat maps of a checkpoint for the page of the run (see page.write), or None if the
     run writes no page or evaluates no checkpoint."""
-    if args.report_html is None or args.benchmark or folder is None:
+    if options.report_html is None or options.benchmark or folder is None:
         return None
     from paddle_resnet.serving import heat_maps
 
-    return heat_maps.drawer(folder, args.model_arch_name)
+    return heat_maps.drawer(folder, options.model_arch_name)
 
 
 def _train(exe, training, stop, save=None):
@@ -123,22 +125,24 @@ def _train(exe, training, stop, save=None):
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
     result = loop.run_and_save(
-        args, loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN, training.lr_scheduler, save, stop.step
+        *(args.part(loop.Options), loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN),
+        *(training.lr_scheduler, save, stop.step),
     )
     if not args.benchmark:
         program.log_info((stop.epoch,), result | stop.place(), Mode.TRAIN)
     return result
 
 
-def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
+def _evaluate(options, exe, evaluation, stop, is_best=lambda stop, result: True):
     """Evaluate the current parameters, or the EMA weights (--ema) of a run that trains. Return the metrics from
     program.run, except those that are arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()
-    result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
+    args, loader = evaluation.settings, evaluation.loader
+    result = program.run(args, loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
     program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
-    return report.write_classes(args, result, evaluation.loader.class_names, stop.epoch, is_best(stop, result))
+    return report.write_classes(options, result, loader.class_names, stop.epoch, is_best(stop, result))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from paddle.base.layers import math_op_patch
 from PIL import Image
 
 import data_files
+from layouts import image, put
 from paddle_resnet.data import decoding
 from paddle_resnet import config
 from paddle_resnet import resolution
@@ -127,6 +129,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
 
 
+def pytest_collection_finish(session):
+    """Collect garbage rarely, because most objects are the modules and the parts of Paddle's programs: by default, the
+    collector would take a tenth of the test time of this process."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_sessionfinish(session, exitstatus):
     session.config.exit_status = exitstatus
 
@@ -224,6 +233,17 @@ def photos(once):
     return once("photos", make)
 
 
+@pytest.fixture
+def colored(tmp_path):
+    """Create class folders with 9 training and 9 validation images of 3 classes with a color each, and return their
+    root."""
+    for split, first in (("train", 0), ("val", 10)):
+        for k in range(3):
+            for i in range(first, first + 3):
+                put(tmp_path / f"classes/{split}/c{k}/{i}.jpg", image(k, i))
+    return tmp_path / "classes"
+
+
 @pytest.fixture(scope="session")
 def converted(photos, once):
     """Convert the photos to every storage format and return {--data-format: --image-root}. In formats with shards, the
@@ -269,14 +289,41 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def shard(monkeypatch):
-    """Return a function that makes this process act as one rank of a job of several processes."""
+def environment(monkeypatch):
+    """Return a function that sets environment variables for the rest of the test. None removes a variable."""
 
-    def shard(rank, world_size):
-        monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: rank)
-        monkeypatch.setattr("paddle_resnet.job.processes.world_size", lambda: world_size)
+    def environment(**variables):
+        for name, value in variables.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, str(value))
+
+    return environment
+
+
+@pytest.fixture
+def shard(environment):
+    """Return a function that makes this process act as one rank of a job of several processes: it sets the environment
+    variables of the launcher. A value that is None does not change."""
+
+    def shard(rank=None, world_size=None):
+        values = {"PADDLE_TRAINER_ID": rank, "PADDLE_TRAINERS_NUM": world_size}
+        environment(**{name: value for name, value in values.items() if value is not None})
 
     return shard
+
+
+@pytest.fixture
+def work_in(monkeypatch):
+    """Return a function that changes the working directory for the rest of the test."""
+    return monkeypatch.chdir
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Return a function register(name, create) that registers a network for the rest of the test."""
+    return partial(monkeypatch.setitem, models.MODELS)
 
 
 @pytest.fixture

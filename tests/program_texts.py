@@ -71,6 +71,7 @@ SETS = {
     "excitation": (NHWC + "--model-arch-name SE_ResNet50_vd --drop-path 0.2", {}),
     "attention": (NHWC + "--model-arch-name XSEResNeXt50_Mish_SA --ema 0.9", O1 | GPU),
     "ghost": (NHWC + "--model-arch-name GhostNet", O2 | GPU),
+    "affine": (NHWC + "--model-arch-name PPHGNetV2_B0 --drop-path 0.2", {}),
     "hard_swish": (NHWC + "--model-arch-name MobileNetV3_Small --dropout 0.2", O2 | GPU),
     "gpu": (NHWC + UPDATE, GPU),
     "o1": (NHWC + UPDATE, O1 | GPU),

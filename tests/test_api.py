@@ -266,9 +266,9 @@ def test_dali_iterator_of_user_trains_on_gpu(flags, photos, auto_reset):
 PAGE = (ROOT / "docs/api.md").read_text()
 
 
-def test_programs_of_api_page_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
+def test_programs_of_api_page_run(photos, checkpoint, tmp_path, work_in, capsys):
     """The programs run in the order in which they appear on the page, with a tiny network and tiny images."""
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     replacements = {"output/digits/ResNet18/best": checkpoint, "data/digits": photos, "ResNet18": "Tiny"}
     namespace = {}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):

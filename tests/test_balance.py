@@ -18,6 +18,7 @@ from paddle_resnet.components import mixing
 from paddle_resnet.data.data_set import BalancedSampler
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
+from paddle_resnet.tasks import SingleLabel
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -65,7 +66,7 @@ def test_weighted_loss_matches_numpy(name, smoothing, is_mixed):
         logits.stop_gradient = False
         targets = {"label": label}
         if is_mixed:
-            targets["weights"] = mixing.mix_labels(label, static.data("f", [1]), 3)
+            targets["weights"] = mixing.mix_labels(SingleLabel(3), label, static.data("f", [1]))
         targets["image_weights"] = loss_head.weigh_images(targets, static.data("w", [1, 3]), 3)
         add = getattr(loss_head, f"add_{name}")
         each = add(paddle.scale(logits, 1.0), targets, 3, smoothing, False)["loss"]

@@ -23,36 +23,33 @@ def run(console_script, tmp_path):
     return run
 
 
-def main(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["paddle-resnet", *arguments])
-    return cli.main()
-
-
-def test_help_has_one_line_per_command(monkeypatch, capsys):
-    assert main(monkeypatch, "--help") == 0
-    text = capsys.readouterr().out
+def test_help_has_one_line_per_command(run):
+    done = run("--help")
+    assert done.returncode == 0
+    text = done.stdout
     commands = text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in commands] == [*cli.COMMANDS]
     for name in cli.COMMANDS:
         package = ROOT / "paddle_resnet" / name
         assert package.with_suffix(".py").is_file() or (package / "__main__.py").is_file()
-    assert main(monkeypatch) == 2
-    assert capsys.readouterr() == ("", text)
+    done = run()
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", text)
 
 
-def test_version(monkeypatch, capsys):
-    assert main(monkeypatch, "--version") == 0
+def test_version(run, capsys):
+    assert run("--version").stdout == f"paddle-resnet {__version__}\n"
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--version"])
-    assert capsys.readouterr().out == f"paddle-resnet {__version__}\n" * 2
+    assert capsys.readouterr().out == f"paddle-resnet {__version__}\n"
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"), [("lr-find", "use lr_find"), ("dataste", "use dataset"), ("--lr", "see paddle-resnet --help")]
 )
-def test_unknown_command_is_an_error(monkeypatch, capsys, name, remedy):
-    assert main(monkeypatch, name) == 2
-    assert capsys.readouterr() == ("", f"paddle-resnet: error: {name}: unknown command; {remedy}\n")
+def test_unknown_command_is_an_error(run, name, remedy):
+    done = run(name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"paddle-resnet: error: {name}: unknown command; {remedy}\n"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

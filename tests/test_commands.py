@@ -125,8 +125,8 @@ def test_pages_contain_commands():
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(PAGES), ids=lambda page: page.name)
-def test_documented_train_commands_parse(page, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_documented_train_commands_parse(page, work_in):
+    work_in(ROOT)
     for command in commands(page):
         _, is_train, flags = command.partition(" > ")[0].partition("train.py ")
         if is_train:
@@ -135,12 +135,12 @@ def test_documented_train_commands_parse(page, monkeypatch):
 
 
 @pytest.mark.usefixtures("convert_here", "verify_here", "cache")
-def test_data_of_each_origin(tmp_path, monkeypatch):
+def test_data_of_each_origin(tmp_path, work_in):
     """The commands in the first section of docs/data.md. Their output has the labels of the source."""
     section = (ROOT / "docs/data.md").read_text().partition("\n## Storage formats")[0]
     (tmp_path / "data.md").write_text(section)
     write_downloads(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     executed = []
     for command in commands(tmp_path / "data.md"):
         if any(re.search(pattern, command) for pattern in NOT_RUN):

@@ -1203,9 +1203,9 @@ def test_help_states_which_values_print_config_omits():
         ("--resize-short 60", ([4, 40, 40], 40, 60, "cubic")),
     ],
 )
-def test_default_preprocessing_depends_on_network(monkeypatch, text, expected):
+def test_default_preprocessing_depends_on_network(register, text, expected):
     network = models.Network("resnet", "ResNet18", "", {}, 40, 1.25, {"interp": "cubic"})
-    monkeypatch.setitem(models.MODELS, "Small_1", network)
+    register("Small_1", network)
     args = config.parse_args(["--model-arch-name", "small-1", *text.split()])
     assert (args.image_shape, args.crop_size, args.resize_short, args.interp) == expected
     assert args.origin("interp") == ("command line" if "--interp" in text else "--model-arch-name")

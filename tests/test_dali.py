@@ -251,7 +251,7 @@ def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
     root = dali.data_root(args)
     values = root.image_root, root.data_format, root.label_offset, root.allow_outside, root._skip_list
     assert values == ("i", "folder", "auto", "outside", "s")
-    loader_module.open_split(root, Options.of(args), Mode.TRAIN, True, ["a"])
+    loader_module.open_split(root, args.part(Options), Mode.TRAIN, True, ["a"])
     assert calls == [(root, Mode.TRAIN, 3, 9, "empty", ["a"], "one")]
 
 
@@ -263,7 +263,7 @@ def test_only_evaluations_of_folders_check_the_split_first(parse, monkeypatch, t
     checked = []
     monkeypatch.setattr(layout, "check_split", lambda *arguments: checked.append(arguments))
     monkeypatch.setattr(root_module.DataRoot, "open", lambda *arguments: "data set")
-    options = Options.of(parse("--image-root", "i", "--data-format", data_format))
+    options = parse("--image-root", "i", "--data-format", data_format).part(Options)
     assert loader_module.open_split(DataRoot("i", data_format), options, Mode.EVAL, trains) == "data set"
     assert checked == [("--image-root", "i", Mode.EVAL)] * is_checked
 
@@ -564,11 +564,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("damage", BROKEN)
 @pytest.mark.parametrize("name", ["val/class0/00.jpg", "val/class2/20.jpg", "train/class1/13.jpg"])
-def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, monkeypatch, damage, name):
+def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, shard, damage, name):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     (root / name).write_bytes(BROKEN[damage]((photos / name).read_bytes()))
-    monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 0)
+    shard(rank=0)
     flags = ["--batch-size", "4", "--dali-prefetch", "1"]
     with pytest.raises(DataError) as error:
         epoch(load(parse, root, Mode.TRAIN if name.startswith("train") else Mode.EVAL, *flags))
@@ -751,21 +751,21 @@ def test_cpu_decodes_files_that_need_it(parse, monkeypatch, kind, is_on_cpu):
     assert images == ("copied to the GPU" if is_on_cpu else image)
 
 
-def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch):
+def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch, environment):
     monkeypatch.setattr(loader_module, "pipeline_def", lambda **options: lambda define: lambda *arguments: options)
-    monkeypatch.setattr(processes, "local_gpu", lambda: 3)
+    environment(FLAGS_selected_gpus=3)
     args = parse("--batch-size", "6", "--dali-num-threads", "5", "--dali-prefetch", "4", "--dali-random-seed", "7")
-    on_cpu = loader_module.create_pipeline(Options.of(args), None, Mode.TRAIN, 2, 8, b"checkpoint")
+    on_cpu = loader_module.create_pipeline(args.part(Options), None, Mode.TRAIN, 2, 8, b"checkpoint")
     assert on_cpu == {
         **{"batch_size": 6, "num_threads": 5, "prefetch_queue_depth": 4, "seed": 7 + 2, "device_id": None},
         **{"checkpoint": b"checkpoint", "enable_checkpointing": True, "exec_dynamic": False},
         "enable_conditionals": True,
     }
     args.dali_device = "gpu"
-    assert loader_module.create_pipeline(Options.of(args), None, Mode.TRAIN, 2, 8, b"checkpoint") == on_cpu | {
+    assert loader_module.create_pipeline(args.part(Options), None, Mode.TRAIN, 2, 8, b"checkpoint") == on_cpu | {
         "device_id": 3
     }
-    assert not loader_module.create_pipeline(Options.of(args), None, Mode.EVAL, 0, 1)["enable_checkpointing"]
+    assert not loader_module.create_pipeline(args.part(Options), None, Mode.EVAL, 0, 1)["enable_checkpointing"]
 
 
 def test_gpu_decodes_with_hardware_decoder_and_preallocated_buffers(parse, monkeypatch):

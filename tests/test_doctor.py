@@ -232,8 +232,8 @@ def test_hanging_child_process_is_reported():
     assert doctor.reason(done.returncode, done.stderr) == "Error: not finished after 1 s"
 
 
-def test_child_process_runs_in_project_folder_and_ends_with_its_parent(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_child_process_runs_in_project_folder_and_ends_with_its_parent(work_in, tmp_path):
+    work_in(tmp_path)
     code = "import ctypes, os; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number)); "
     code += "print(number.value, os.getcwd(), flush=True); os.write(1, b'\\xff')"  # 2: PR_GET_PDEATHSIG
     assert doctor.run(["-c", code]).stdout == f"9 {ROOT}\n\ufffd"
@@ -274,8 +274,8 @@ def program(path, *lines):
     ],
     ids=["two GPUs", "no driver", "not installed"],
 )
-def test_output_of_nvidia_smi_is_used_only_if_it_succeeds(monkeypatch, tmp_path, capfd, lines, rows):
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_output_of_nvidia_smi_is_used_only_if_it_succeeds(environment, tmp_path, capfd, lines, rows):
+    environment(PATH=str(tmp_path))
     if lines is not None:
         arguments = "--query-gpu=name,memory.total,driver_version --format=csv,noheader"
         program(tmp_path / "nvidia-smi", f'[ "$*" = "{arguments}" ] || exit 1', *lines)
@@ -303,7 +303,7 @@ def test_jpeg_decoder_of_gpu_0_is_reported(monkeypatch):
     assert doctor._dali("cpu")[1].endswith(", decodes on the CPU")
 
 
-def test_versions_of_compilers_and_size_of_cache(monkeypatch, tmp_path):
+def test_versions_of_compilers_and_size_of_cache(environment, tmp_path):
     def version(major, minor):
         major._obj.value, minor._obj.value = 11, 8
 
@@ -311,7 +311,7 @@ def test_versions_of_compilers_and_size_of_cache(monkeypatch, tmp_path):
     found = doctor._nvrtc(SimpleNamespace(_nvrtc=lambda: library), None)
     assert found == ("NVRTC", "11.8, libnvrtc.so.11", "ok")
     compiler = program(tmp_path / "compiler", '[ "$*" = --version ] && echo "C 1.2" && echo more')
-    monkeypatch.setenv("CXX", f"{compiler} -O2")
+    environment(CXX=f"{compiler} -O2")
     assert doctor._compiler() == ("C++ compiler", "C 1.2", "ok", "")
     program(compiler, "true")
     assert doctor._compiler().detail == str(compiler)

@@ -22,7 +22,7 @@ from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict, training_images
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
-from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.checkpoints import conversion, folders, foreign_files, restore
 from paddle_resnet.components import quantization
 from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
@@ -33,6 +33,7 @@ from paddle_resnet.utils import confidence
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.mode import Mode
 
+HAS_OPENVINO = importlib.util.find_spec("openvino") is not None
 PREPROCESSING = [
     *("--resize-short", "44", "--interp", "cubic", "--normalize-scale", "0.01"),
     *("--normalize-mean", "0.5,0.4,0.3", "--normalize-std", "0.5,0.25,1"),
@@ -142,8 +143,9 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
     out = capsys.readouterr().out
     assert "--data-format" not in out  # not logged once per engine
     scores = [line for line in out.splitlines() if line.endswith("23 images")]
-    assert [line.split(":")[0] for line in scores[-3:]] == ["Executor", "paddle.inference", "onnxruntime"]
-    for line in scores[-3:]:  # the loss has four decimal places
+    engines = ["Executor", "paddle.inference", "onnxruntime"] + ["OpenVINO"] * HAS_OPENVINO
+    assert [line.split(":")[0] for line in scores[-len(engines) :]] == engines
+    for line in scores[-len(engines) :]:  # the loss has four decimal places
         assert f"top1 {expected['top1']:.6g}, " in line
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=6e-5)
 
@@ -480,6 +482,7 @@ def test_tolerance_of_onnx_file_depends_on_precision(checkpoint, tmp_path, monke
             {"onnx": True, "precision": "float16"},
             "--precision float16: not supported with --onnx for a checkpoint trained",
         ),
+        ({"safetensors": True}, "--safetensors: .* was trained with --qat, and the file cannot contain its"),
     ],
 )
 def test_network_trained_with_qat_is_quantized_without_calibration(
@@ -597,17 +600,18 @@ def test_flags_are_passed_on(capsys, monkeypatch):
         "",
         "--int8 --calibrate data",
         "--onnx --verify data --uint8 --triton --model-arch-name net --precision float16 --int8 --int8-engine tensorrt "
-        "--calibrate data --calibration-method percentile --calibration-images 9 --allow-outside --temperature auto",
+        "--calibrate data --calibration-method percentile --calibration-images 9 --allow-outside --temperature auto "
+        "--safetensors",
     ):
         assert export.main(["checkpoint", "out", *flags.split()]) == 0
         assert capsys.readouterr().out == "out: Net, 3 classes, 1 with names, images [1]\n"
     flags = dict.fromkeys(("onnx", "uint8", "triton", "allow_outside"), False) | dict.fromkeys(
         ("verify", "model_arch_name")
     )
-    flags |= {"precision": "float32", "int8": None, "calibration": None, "temperature": None}
+    flags |= {"precision": "float32", "int8": None, "calibration": None, "temperature": None, "safetensors": False}
     all_flags = {"onnx": True, "verify": "data", "uint8": True, "triton": True, "model_arch_name": "net"}
     all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", 9, True)}
-    all_flags |= {"allow_outside": True, "temperature": "auto"}
+    all_flags |= {"allow_outside": True, "temperature": "auto", "safetensors": True}
     assert calls == [
         (("checkpoint", "out"), flags),
         (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", 512, False)}),
@@ -646,7 +650,8 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     calibration = {"int8": "onnxruntime", "calibration": export.Calibration(photos)} if uint8 else {}
     export.export(checkpoint, plain, uint8=uint8)
     capsys.readouterr()
-    flags = {"onnx": True, "verify": photos, "uint8": uint8, "temperature": "auto", **calibration}
+    flags = {"onnx": True, "verify": photos, "uint8": uint8, "temperature": "auto", "safetensors": True}
+    flags |= calibration
     description = export.export(checkpoint, exported, **flags)
     fitted, out = description["temperature"], capsys.readouterr().out
     assert fitted == json.loads((exported / "model.json").read_text())["temperature"]
@@ -658,10 +663,10 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert f"ECE {fitted['ece_before']:.6f} before, {fitted['ece_after']:.6f} after (15 bins)" in out
     assert out.rstrip().endswith("confirmed")
     scores = [line for line in out.splitlines() if line.endswith("23 images") and line.count("loss") == 1]
-    assert len(scores) == 3
+    assert len(scores) == 3 + HAS_OPENVINO
     for line in scores:
         assert f"top1 {expected['top1']:.6g}, " in line
-        tolerance = 0.05 if uint8 and "onnxruntime" in line else 1e-4
+        tolerance = 0.05 if uint8 and line.startswith(("onnxruntime", "OpenVINO")) else 1e-4
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(fitted["loss_after"], abs=tolerance)
 
     def predicted(path):
@@ -675,6 +680,13 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     np.testing.assert_allclose(after, tempered, atol=1e-5)
     np.testing.assert_array_equal(after.argmax(axis=1), before.argmax(axis=1))
     np.testing.assert_allclose(predicted(exported / "model.onnx"), tempered, atol=0.1 if uint8 else 1e-5)
+    tensors, network = foreign_files.read(exported / "model.safetensors"), networks.load_checkpoint(checkpoint)
+    for name, parameter in conversion.parameters("Tiny", 3).items():
+        factor = fitted["value"] if name.startswith("classifier.") else 1
+        np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
+    card = (exported / "README.md").read_text()
+    assert "names, shapes and layout of paddle_resnet" in card
+    assert f"divided by the temperature {fitted['value']:.6g}" in card
 
 
 def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_path, monkeypatch, capsys):
@@ -833,10 +845,12 @@ EVALUATED = {
     "unused outputs": "--num-of-class 5",
     "label offset": "--label-offset 1",
 }
+# Other cases contain these flags.
+REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] * ("layers" in name)) for name in EVALUATED]
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in REPEATED)) for name in EVALUATED]
 )
 def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_path, capsys, name):
     """A correct checkpoint is accepted. The same checkpoint with a changed weight or recorded loss is rejected."""
@@ -1011,7 +1025,7 @@ def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, 
     monkeypatch.setattr(export.files, "fsync", lambda path: synced.append(path) or fsync(path))
     export.export(checkpoint, tmp_path / "new/exported")
     (tmp_path / "new/exported").rename(tmp_path / "exported")
-    files = ["labels.txt", "model.json", "model.pdiparams", "model.pdmodel", "preprocess.py"]
+    files = ["README.md", "labels.txt", "model.json", "model.pdiparams", "model.pdmodel", "preprocess.py"]
     assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == files
     assert {path.name for path in synced} >= {*files, "exported"} and synced[-1] == tmp_path / "new"
     assert (tmp_path / "exported/labels.txt").read_text() == "class0\nclass1\nclass2\n"
@@ -1107,6 +1121,67 @@ def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_p
     export.export(checkpoint, folder / "exported")
     assert [path.name for path in folder.iterdir()] == ["exported"]
     assert (folder / "exported/model.json").is_file()
+
+
+def run_python_of_card(folder, image, *packages):
+    """Run the code blocks of an export's model card that use none of `packages`, in the export folder."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    chosen = [block for block in blocks if not any(re.search(rf"^(import|from) {p}\b", block, re.M) for p in packages)]
+    results = []
+    for block in chosen:
+        shutil.copy(image, folder / "image.jpg")
+        code = f"{block}\nimport numpy\nnumpy.save('probabilities.npy', probabilities)\n"
+        subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True)
+        results.append(np.load(folder / "probabilities.npy"))
+    return results
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+def test_code_of_the_model_card_loads_each_network(checkpoint, photo_paths, tmp_path, uint8):
+    pytest.importorskip("onnxruntime")
+    export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=uint8, safetensors=True)
+    results = run_python_of_card(tmp_path / "exported", photo_paths[0], "safetensors")
+    model = inference.open_paddle(tmp_path / "exported", "cpu")
+    expected = model.run(preprocessing.model_input(str(photo_paths[0]), model.description))
+    assert len(results) == 2
+    for probabilities in results:
+        np.testing.assert_allclose(np.reshape(probabilities, (1, 3)), expected, atol=1e-5)
+
+
+def test_safetensors_have_the_names_of_timm_and_can_be_converted_back(once, run_train, tmp_path):
+    def make(folder):
+        assert run_train("--model-arch-name", "MobileNetV3_Small", "--output-dir", folder)[0] == 0
+
+    checkpoint = once("MobileNetV3_Small_for_export", make) / "MobileNetV3_Small/0"
+    assert export.main([str(checkpoint), str(tmp_path / "exported"), "--safetensors"]) == 0
+    file = tmp_path / "exported/model.safetensors"
+    tensors = foreign_files.read(file)
+    assert tensors["blocks.5.0.conv.weight"].shape == (576, 96, 1, 1)
+    source = "timm.mobilenetv3_small_100"
+    sizes = {"crop_size": 32, "resize_short": 36}
+    conversion.convert(file, tmp_path / "converted", "MobileNetV3_Small", sizes, source=source)
+    first, second = map(networks.load_checkpoint, (checkpoint, tmp_path / "converted"))
+    images = np.random.RandomState(0).uniform(-2, 2, (2, 3, 32, 32)).astype("float32")
+    np.testing.assert_allclose(second.model().run(images), first.model().run(images), atol=1e-6)
+    card = (tmp_path / "exported/README.md").read_text()
+    assert 'timm.create_model("mobilenetv3_small_100", num_classes=3)' in card
+    assert "library_name: timm" in card
+    description = json.loads((tmp_path / "exported/model.json").read_text())
+    assert description["files"]["model.safetensors"]["size"] == file.stat().st_size
+    # Neither the precision nor the type of the input changes the file.
+    export.export(checkpoint, tmp_path / "half", precision="float16", uint8=True, safetensors=True)
+    assert (tmp_path / "half/model.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_broken_openvino_is_an_error(checkpoint, photos, tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/openvino.py").write_text("raise OSError('libopenvino.so: not found')\n")
+    monkeypatch.delitem(sys.modules, "openvino", raising=False)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    with pytest.raises(UsageError, match=r"OpenVINO \(libopenvino.so: not found\); install a"):
+        export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos)
+    assert not (tmp_path / "exported").exists()
 
 
 def test_class_names_may_contain_any_bytes(checkpoint, tmp_path, monkeypatch):

@@ -33,6 +33,8 @@ def model_of(arch, layout="NCHW"):
         ("MobileNetV3_Small", "stem blocks.0 blocks.10 expand head classifier"),
         ("GhostNet", "stem blocks.0 blocks.15 expand head classifier"),
         ("EfficientNet_Lite0", "stem blocks.0 blocks.15 head classifier"),
+        ("PPLCNet_x1_0", "stem blocks.0 blocks.12 head classifier"),
+        ("PPHGNetV2_B0", "stem blocks.0 blocks.4 head lab classifier"),
     ],
 )
 def test_every_network_has_layers_to_freeze(arch, names):

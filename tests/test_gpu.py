@@ -30,7 +30,7 @@ from conftest import (
     read_report,
 )
 from helpers import epoch, take
-from paddle_resnet import budget, dali, export, models
+from paddle_resnet import budget, dali, export
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.step import cuda_graph
@@ -332,8 +332,8 @@ class WithDropout(ResNet):
         return paddle.nn.Dropout(0.1)(super().forward(images))
 
 
-def test_network_with_nondeterministic_operators_is_not_captured(run_train, monkeypatch, capsys):
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(WithDropout, BottleneckBlock, (1, 1), width=8))
+def test_network_with_nondeterministic_operators_is_not_captured(run_train, register, capsys):
+    register("Tiny", partial(WithDropout, BottleneckBlock, (1, 1), width=8))
     flags = [*O2, "--kernels", "native", "--epochs", "2"]
     assert run_train(*flags)[0] == 0
     output = capsys.readouterr().out
@@ -444,10 +444,10 @@ def test_quantization_aware_training_is_captured_in_every_precision(run_train, d
 
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O2"])
-def test_mish_and_self_attention_are_captured_in_every_precision(run_train, deterministic, monkeypatch, capsys, flags):
+def test_mish_and_self_attention_are_captured_in_every_precision(run_train, deterministic, register, capsys, flags):
     options = {"stem": "deep", "shortcut_pool": "max-blur", "se": True, "self_attention": True}
     network = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8, activation="mish", **options)
-    monkeypatch.setitem(models.MODELS, "Tiny", network)
+    register("Tiny", network)
     assert_captured_losses_are_equal(run_train, capsys, "--epochs", "3", *flags, "--kernels", "native")
 
 
@@ -722,10 +722,10 @@ def test_two_gpus_captured_steps_match_uncaptured_steps(two_gpus, tmp_path, flag
 
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, O2], ids=["fp32 NHWC", "O2"])
-def test_two_hosts_with_one_gpu_each_match_one_host(launch_nodes, two_gpus, tmp_path, monkeypatch, flags):
+def test_two_hosts_with_one_gpu_each_match_one_host(launch_nodes, two_gpus, tmp_path, environment, flags):
     """On several hosts, gradient all-reduces overlap with the backward pass. The sum over two ranks does not depend on
     how the gradients are grouped, so the results are those of one host, bit for bit."""
-    monkeypatch.setenv("FLAGS_cudnn_deterministic", "1")
+    environment(FLAGS_cudnn_deterministic="1")
     flags = [*flags, "--epochs", "3", "--print-interval", "1"]
     expected = losses(two_gpus(*flags))
     nodes, folder = launch_nodes(*flags, "--batch-size", "5", "--stages", "4", on_gpus=True)
@@ -841,8 +841,8 @@ def test_int8_export_of_network_trained_on_gpu(run_train, photos, tmp_path, flag
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 0.02), ("float16", 0.05), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile", "TinyStem"])
-def test_captured_predictions_match_reference(run_train, photos, tmp_path, monkeypatch, arch, precision, tolerance):
-    monkeypatch.setitem(models.MODELS, "TinyStem", partial(ResNet, BasicBlock, (1,)))  # a stem with 64 filters
+def test_captured_predictions_match_reference(run_train, photos, tmp_path, register, arch, precision, tolerance):
+    register("TinyStem", partial(ResNet, BasicBlock, (1,)))  # a stem with 64 filters
     run_train(*FP32_NHWC, "--model-arch-name", arch, "--epochs", "3")
     checkpoint, paths = tmp_path / f"output/{arch}/2", sorted(map(str, (photos / "val").glob("*/*.jpg")))
     reference = networks.load_checkpoint(checkpoint, "gpu").model()

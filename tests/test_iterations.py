@@ -241,7 +241,7 @@ def test_batch_may_contain_the_whole_data_set(parse):
 def test_schedule_counts_steps(parse):
     flags = ["--num-iter", "10", "--warmup-epochs", "2", "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "4,7"]
     args = parse(*STEPS, *flags, "--lr", "1")
-    schedule = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 3))
+    schedule = schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 3))
     actual = []
     for _ in range(10):
         actual.append(schedule.last_lr)

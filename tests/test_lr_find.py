@@ -279,14 +279,16 @@ def test_divergence_is_reported_only_before_the_loss_settles(ended_early, steps,
 @pytest.mark.parametrize(
     ("minimum", "ended_early", "is_warned"), [(8.0, False, False), (8.1, False, True), (8.1, True, False)]
 )
-def test_suggestion_states_factor_and_too_low_limit(tmp_path, capsys, monkeypatch, minimum, ended_early, is_warned):
+def test_suggestion_states_factor_and_too_low_limit(
+    tmp_path, capsys, monkeypatch, shard, minimum, ended_early, is_warned
+):
     analyzed, drawn = [], []
     curve = SimpleNamespace(steepest=0.01, minimum=minimum)
     monkeypatch.setattr(lr_curve, "analyze", lambda *arguments: analyzed.append(arguments) or curve)
     monkeypatch.setattr(lr_curve, "write", lambda path, curve: drawn.append(path))
     monkeypatch.setattr(drawing, "lr_curve", lambda curve, title: title)
     monkeypatch.setattr(drawing, "save", lambda figure, path, what: drawn.extend((figure, path, what)))
-    monkeypatch.setattr(processes, "world_size", lambda: 3)
+    shard(world_size=3)
     args = SimpleNamespace(model_arch_name="Net", image_root="DATA", output_dir="o", overwrite=False)
     args.accumulate_steps, args.as_dict = 2, lambda: {"lr": 1}
     search = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS)

@@ -18,6 +18,8 @@ EXPECTED_PARAMETERS |= {
     "MobileNetV3_Large": 5_483_032,
     "MobileNetV3_Small": 2_542_856,
     "GhostNet": 5_182_508,  # number of parameters of timm's ghostnet_100
+    "PPLCNet_x1_0": 2_953_800,  # of timm's lcnet_100
+    "PPHGNetV2_B0": 5_996_550,  # of timm's hgnetv2_b0
 }
 
 
@@ -266,6 +268,26 @@ TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that 
                 (480, 1, 3, 3): UNIFORM * 9**-0.5,
                 (1280, 960, 1, 1): UNIFORM * 960**-0.5,
                 (1280, 1000): UNIFORM * 1280**-0.5,
+            },
+        ),
+        (
+            "PPLCNet_x1_0",
+            (1e-5, 0.9),
+            {
+                (512, 1, 5, 5): (2 / 25) ** 0.5,
+                (128, 512, 1, 1): (2 / 512) ** 0.5,  # squeeze-and-excitation
+                (1280, 512, 1, 1): (2 / 512) ** 0.5,
+                (1280, 1000): (2 / 2280) ** 0.5,
+            },
+        ),
+        (
+            "PPHGNetV2_B0",
+            (1e-5, 0.9),
+            {
+                (16, 32, 3, 3): (2 / 288) ** 0.5,
+                (128, 1, 5, 5): (2 / 25) ** 0.5,
+                (2048, 1024, 1, 1): (2 / 1024) ** 0.5,
+                (2048, 1000): (2 / 3048) ** 0.5,
             },
         ),
     ],

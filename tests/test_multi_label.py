@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -51,11 +52,17 @@ def train(run_train, data):
 
 
 @pytest.fixture
-def trained(train, tmp_path):
-    """Train for three epochs, and return (folder of the run, metrics of the last evaluation)."""
-    code, report = train("--epochs", "3")
-    assert code == 0
-    return tmp_path / "output/Tiny", phase(report, [2], "val.")
+def trained(once, train, tmp_path):
+    """Return (a copy of the folder of a run of three epochs, metrics of its last evaluation)."""
+
+    def make(folder):
+        code, report = train("--epochs", "3", "--output-dir", folder)
+        assert code == 0
+        (folder / "metrics.json").write_text(json.dumps(phase(report, [2], "val.")))
+
+    folder = once("multi_label", make)
+    copy = shutil.copytree(folder / "Tiny", tmp_path / "output/Tiny", symlinks=True)
+    return copy, json.loads((folder / "metrics.json").read_text())
 
 
 def rows(path):
@@ -267,28 +274,25 @@ def test_bad_image_can_be_skipped_as_the_error_says(run_train, tmp_path, capsys,
     assert run_train(*FLAGS, "--skip-list", tmp_path / "skip.txt", image_root=root)[0] == 0
 
 
-def test_jobs_evaluate_like_single_process(launch, data, tmp_path):
-    """The two processes have 7 and 6 of the 13 validation images."""
+def test_job_evaluates_like_single_process(launch, data, tmp_path):
+    """The two processes of the job have 7 and 6 of the 13 validation images."""
     flags = [*FLAGS, "--image-root", data]
     trained, _ = launch(2, *flags, "--epochs", "2", "--predictions", tmp_path / "trained.csv")
     start = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/best"]
-    evaluated = []
-    for processes in (1, 2):
-        report, _ = launch(processes, *flags, *start, "--predictions", tmp_path / f"{processes}.csv")
-        evaluated.append(report[-1]["data"])
-    names = [name for name in evaluated[0] if name.startswith(("val.map", "val.f1", "val.precision", "val.recall"))]
-    assert len(names) == 8 and evaluated[1]["val.images"] == COUNTS["val"]
+    report, _ = launch(1, *flags, *start, "--predictions", tmp_path / "evaluated.csv")
+    evaluated = report[-1]["data"]
+    names = [name for name in evaluated if name.startswith(("val.map", "val.f1", "val.precision", "val.recall"))]
+    assert len(names) == 8 and evaluated["val.images"] == COUNTS["val"]
     for name in names:
-        assert evaluated[0][name] == evaluated[1][name] == trained[-1]["data"][f"best.{name}"], name
-    tables = [rows(tmp_path / f"{name}.csv") for name in (1, 2, "trained")]
+        assert evaluated[name] == trained[-1]["data"][f"best.{name}"], name
+    tables = [rows(tmp_path / f"{name}.csv") for name in ("evaluated", "trained")]
     assert len(tables[0]) == COUNTS["val"]
-    for other in tables[1:]:
-        for row, of_other in zip(tables[0], other, strict=True):
-            assert [row[name] for name in ("image", "labels", "prediction")] == [
-                of_other[name] for name in ("image", "labels", "prediction")
-            ]
-            for name in (f"probability_{name}" for name in CLASSES):
-                assert float(row[name]) == pytest.approx(float(of_other[name]), rel=1e-5)
+    for row, of_job in zip(*tables, strict=True):
+        assert [row[name] for name in ("image", "labels", "prediction")] == [
+            of_job[name] for name in ("image", "labels", "prediction")
+        ]
+        for name in (f"probability_{name}" for name in CLASSES):
+            assert float(row[name]) == pytest.approx(float(of_job[name]), rel=1e-5)
 
 
 def test_prediction_prints_all_classes_above_threshold(trained, data, tmp_path, capsys):
@@ -432,13 +436,13 @@ def test_program_interface_has_float_labels():
         assert feeds["label"].shape == (-1, 4) and feeds["label"].dtype == paddle.float32
 
 
-def test_commands_of_page_run(tmp_path, monkeypatch, capsys):
+def test_commands_of_page_run(tmp_path, work_in, capsys):
     """The commands of docs/multilabel.md, in this process and with a small network."""
     page = (ROOT / "docs/multilabel.md").read_text()
     commands = re.findall(r"^\.venv/bin/python (?:-m )?(.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
     assert len(commands) == 3
     multi_label_data.write(tmp_path / "scenes")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     for command in commands:
         program, *arguments = shlex.split(command.replace("\\\n", " ").replace("ResNet18", "Tiny"))
         main = {"train.py": train_module.main, "paddle_resnet.predict": predict.main}.get(program, export.main)

@@ -19,8 +19,10 @@ from paddle_resnet.utils.mode import Mode
 @pytest.mark.parametrize(
     ("device", "flag", "bound"), [("gpu", "true", [("bind_to_gpu", 1)]), ("gpu", "false", []), ("cpu", "true", [])]
 )
-def test_processes_of_gpus_are_bound_to_the_cpu_cores_closest_to_their_gpu(record, monkeypatch, device, flag, bound):
-    monkeypatch.setattr(phases.processes, "local_gpu", lambda: 1)
+def test_processes_of_gpus_are_bound_to_the_cpu_cores_closest_to_their_gpu(
+    record, monkeypatch, environment, device, flag, bound
+):
+    environment(FLAGS_selected_gpus=1)
     record(phases.paddle, "enable_static")
     monkeypatch.setattr(phases.resolution, "resolve_device", lambda args: args.set("machine", device=device))
     record(phases, "bind_to_gpu")
@@ -91,7 +93,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     assert folders == {"--output-dir": folder if is_saving else None, "--tensorboard-dir": "t"}
     assert options.pop("inputs") == [*phases.input_files(args), ("the lr_find curve", folder / "lr_find.json")]
     assert options == {"protected": [("the data set's", "i/x")], "run_folder": folder, "announced": "a"}
-    assert others == [("setup", "r"), ("check_replaced", args, "checkpoint", folder)]
+    assert others == [("setup", "r"), ("check_replaced", args.part(phases.report.Options), "checkpoint", folder)]
 
 
 def test_only_training_that_reached_its_end_is_done():
@@ -134,7 +136,7 @@ def test_loader_writes_normalized_images_to_tensorboard(record, device):
     assert record.calls[1:] == [*[("synchronize",)] * (device == "gpu"), expected]
 
 
-def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
+def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch, shard):
     """Each of two processes has 4 of 9 images. The evaluation program shares the parameters of the training program, so
     its startup program runs only in an evaluation."""
     events, batches = [], []
@@ -145,12 +147,12 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
 
     stages = [SimpleNamespace(settings=f"stage {epoch}", first_epoch=epoch) for epoch in (1, 3)]
     monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
-    monkeypatch.setattr(phases.processes, "world_size", lambda: 2)
+    shard(world_size=2)
     monkeypatch.setattr(phases, "timeline", lambda args, images: f"{images} images")
-    monkeypatch.setattr(phases, "build_lr_scheduler", lambda args, timeline: f"schedule of {timeline}")
+    monkeypatch.setattr(phases.schedules, "build_lr_scheduler", lambda options, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
-    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7)
+    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7, part=vars)
     exe = SimpleNamespace(run=batches.append)
 
     training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
@@ -248,6 +250,9 @@ ARGS = SimpleNamespace(
     asp=False,
     prune_model=False,
     mask_algo="mask_1d",
+    num_of_class=3,
+    from_pretrained_params=None,
+    flag_value=str,
 )
 LOAD = [("load_start", "options", None, "program", "place of cpu")]
 LOAD += [("load_states", "options", None, "program", "place of cpu")]
@@ -375,10 +380,12 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
     args = SimpleNamespace(kernels="native", device="cpu", dry_run=is_dry, show_config=shows, benchmark=False)
+    args.part = lambda options: "options of the evaluation"
+    stage = SimpleNamespace(part=lambda options: "options of the stage")
     chosen = SimpleNamespace(**vars(args), epochs=2) if is_needed and not is_dry else args
-    record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, "stage")]}
+    record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, stage)]}
     captured = SimpleNamespace(captured="graph")
-    training = phases.Work("stage", "train loader", SimpleNamespace(name="training"), None, compiled=captured, later=[])
+    training = phases.Work(stage, "train loader", SimpleNamespace(name="training"), None, compiled=captured, later=[])
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
     assert phases.check_and_describe(args, "exe", "checkpoint", training, evaluation) == (chosen, training)
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
@@ -386,11 +393,19 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
     assert ("is_needed", args, "checkpoint") in record.calls
     assert ("_warn_of_bn_momentum", chosen, training) in record.calls
-    line = ("start_line", "stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
+    line = ("start_line", "options of the stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
     assert record.calls[-2] == line
     record.results["is_needed"] = False  # an evaluation
     assert phases.check_and_describe(args, "exe", None, None, evaluation) == (args, None)
-    assert record.calls[-2] == ("start_line", args, None, "eval loader", {"native_bn": 1}, 3, False)
+    assert record.calls[-2] == (
+        "start_line",
+        "options of the evaluation",
+        None,
+        "eval loader",
+        {"native_bn": 1},
+        3,
+        False,
+    )
 
 
 def test_settings_that_differ_from_defaults_are_described_with_origins():
@@ -493,8 +508,8 @@ def test_damaged_loader_state_is_attributed_to_the_checkpoint(open_data, monkeyp
         open_data(checkpoint=CHECKPOINT)
 
 
-def test_inputs_of_a_run_are_protected(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_inputs_of_a_run_are_protected(tmp_path, work_in):
+    work_in(tmp_path)
     (tmp_path / "net.py").touch()
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/x.pdema").touch()

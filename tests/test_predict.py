@@ -694,7 +694,7 @@ def test_csv_with_json_requires_that_stdout_is_read(checkpoint, val_images, tmp_
     assert not [path for path in tmp_path.iterdir() if "table" in path.name]
 
 
-@pytest.mark.parametrize("flags", [[], ["--json"], ["--csv", "-"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [[], ["--csv", "-"]], ids=" ".join)
 def test_closed_pipe_ends_predictions_silently(checkpoint, val_images, tmp_path, flags):
     export.export(checkpoint, tmp_path / "export")
     command = [sys.executable, "-m", "paddle_resnet.predict", tmp_path / "export", *val_images[0], "--device", "cpu"]

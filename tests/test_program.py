@@ -19,13 +19,14 @@ from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.models import loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
-from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 from paddle_resnet.step import build as building
 from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import facts, loop, scalars
 from paddle_resnet.step import metrics as step_metrics
 from paddle_resnet.step.dispatch import Dispatcher
+from paddle_resnet.tasks import single_label
 from paddle_resnet.utils import confidence, logger, progress
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter
@@ -630,7 +631,9 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
 
     args = parse("--save-interval-steps", "1")
     result = loop.run_and_save(
-        args, loader, TimedExecutor(time), COMPILED, fetchs, 5, Mode.TRAIN, lr_scheduler=None, save=save
+        *(args.part(loop.Options), loader, TimedExecutor(time), COMPILED, fetchs, 5, Mode.TRAIN),
+        lr_scheduler=None,
+        save=save,
     )
     steps = [[(step, True), (step, False)] for step in range(3)]
     phase = "epoch 5 train"
@@ -647,13 +650,13 @@ def test_accumulation_affects_checkpoints_but_not_evaluation(parse):
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
     batches = random_batches(7)
     options = compiled, fake_fetchs(), 0, Mode.TRAIN, None, lambda *position: saved.append(position)
-    result = loop.run_and_save(args, Batches(batches), Trace(), *options)
+    result = loop.run_and_save(args.part(loop.Options), Batches(batches), Trace(), *options)
     assert saved == [(0, 2), (0, 4)] and result["images"] == 48
-    loop.run_and_save(args, Rest(batches), Trace(), *options)
+    loop.run_and_save(args.part(loop.Options), Rest(batches), Trace(), *options)
     assert saved[2:] == [(0, 4)]
     loader = Batches(batches)
     loader.reset = lambda: pytest.fail("the next call continues the epoch")
-    assert loop.run_and_save(args, loader, Trace(), *options, end_step=4)["steps"] == 4
+    assert loop.run_and_save(args.part(loop.Options), loader, Trace(), *options, end_step=4)["steps"] == 4
     result = program.run(args, Batches(batches), Trace(), COMPILED, fake_fetchs(), 0, Mode.EVAL)
     assert (result["images"], result["steps"]) == (56, 7)
 
@@ -684,7 +687,7 @@ def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done
             schedule = paddle.optimizer.lr.StepDecay(0.1, 10)
             schedule.last_epoch = done
             options = compiled, fake_fetchs(), 3, mode, schedule, lambda *position: None
-            loop.run_and_save(parse(*flags), Batches(random_batches(5)), Trace(), *options)
+            loop.run_and_save(parse(*flags).part(loop.Options), Batches(random_batches(5)), Trace(), *options)
     assert checks == [("the program", f"before step {step} of epoch 3") for step in expected]
     assert phases.count("comparison of parameters") == len(checks)
 
@@ -733,7 +736,7 @@ def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
         meter = ConfusionMeter(3)
         meter.update(np.array(pairs), len(pairs))
         ranks.append((meter,))
-    for actual in on_two_ranks(monkeypatch, step_metrics.confusion_over_all_processes, *ranks):
+    for actual in on_two_ranks(monkeypatch, single_label.confusion_over_all_processes, *ranks):
         np.testing.assert_array_equal(actual["confusion"], [[0, 1, 2], [0, 2, 1], [2, 2, 1]])
         np.testing.assert_array_equal(actual["class_top1"], [0, np.nan, 1])
 
@@ -741,9 +744,9 @@ def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
 def test_calibration_is_exact_over_ranks(monkeypatch):
     random = np.random.RandomState(0)
     confidences, is_correct = random.rand(101), random.rand(101) < 0.5
-    expected = step_metrics.calibration_over_all_processes(confidences, is_correct)
+    expected = single_label.calibration_over_all_processes(confidences, is_correct)
     ranks = [(confidences[part], is_correct[part]) for part in (slice(0, 40), slice(40, None))]
-    for actual in on_two_ranks(monkeypatch, step_metrics.calibration_over_all_processes, *ranks):
+    for actual in on_two_ranks(monkeypatch, single_label.calibration_over_all_processes, *ranks):
         np.testing.assert_array_equal(actual["reliability"], expected["reliability"])
         assert actual["ece"] == expected["ece"]
     assert expected["reliability"][:, 0].sum() == 101
@@ -753,7 +756,7 @@ def test_confusion_counts_need_no_matrix():
     """As a matrix, the counts of 2^20 classes would need 8 TiB."""
     meter = ConfusionMeter(2**20)
     meter.update(np.array([[2**20 - 1, 2**20 - 1], [2**20 - 1, 0]]), 2)
-    actual = step_metrics.confusion_over_all_processes(meter)
+    actual = single_label.confusion_over_all_processes(meter)
     np.testing.assert_array_equal(actual["confusion"], [[2**20 - 1, 0, 1], [2**20 - 1, 2**20 - 1, 1]])
     assert actual["class_top1"][-1] == 0.5
 
@@ -768,7 +771,7 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
     loader.step = 0
     args = parse("--epochs", "4", "--accumulate-steps", accumulate_steps)
     parts = durations.Part(0, 12 // accumulate_steps), durations.Part(1, 4 // accumulate_steps)
-    schedule = build_lr_scheduler(args, durations.Timeline(accumulate_steps, parts))
+    schedule = schedules.build_lr_scheduler(args.part(schedules.Options), durations.Timeline(accumulate_steps, parts))
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
     program.run(args, loader, TimedExecutor(time), compiled, fake_fetchs(), 1, lr_scheduler=schedule)
     assert [line[:2] for line in shown] == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -786,12 +789,12 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
     assert [line[3] for line in shown] == [None, None]  # a benchmark has no other epochs
 
 
-def test_progress_shows_memory_of_the_gpu(parse, monkeypatch):
+def test_progress_shows_memory_of_the_gpu(parse, monkeypatch, environment):
     args, shown = parse(), []
     args.device = "gpu"
     monkeypatch.setattr(progress, "is_due", lambda: True)
     monkeypatch.setattr(progress, "show", lambda *line: shown.append(line[-1]))
-    monkeypatch.setattr(processes, "local_gpu", lambda: 2)
+    environment(FLAGS_selected_gpus=2)
     monkeypatch.setattr(paddle.device.cuda, "max_memory_allocated", lambda gpu: 3 * 2**29 if gpu == 2 else 0)
     monkeypatch.setattr(processes, "place", lambda device: device)
     monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
@@ -983,7 +986,7 @@ def test_batch_may_contain_additional_feeds(parse, monkeypatch):
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
     feeds = building.feeds_of
     monkeypatch.setattr(
-        building, "feeds_of", lambda *shape: feeds(*shape) | {"weights": static.data("weights", [None, 3])}
+        building, "feeds_of", lambda *arguments: feeds(*arguments) | {"weights": static.data("weights", [None, 3])}
     )
     compiled, exe, fetchs, _, _ = build(args)
     for k in (0, 1):

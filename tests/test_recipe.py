@@ -242,14 +242,14 @@ def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeyp
     assert (meta["arguments"]["weight_decay"], meta["arguments"]["color_jitter"]) == (5e-4, 0.2)
 
 
-def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch):
+def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch, environment):
     monkeypatch.setattr(recipe.memory, "available", lambda: 3 * GIB)
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     settings = config.parse_args(["--choose-recipe", "--image-root", str(photos), "--device", "cpu"])
     facts = recipe._facts(settings)
     assert (facts.images, facts.memory) == (30, 3 * GIB // 2)
     assert (facts.has_gpu, facts.resumed) == (False, None)
-    monkeypatch.setattr(recipe.processes, "local_gpu", lambda: 2)
+    environment(FLAGS_selected_gpus=2)
     monkeypatch.setattr(recipe.gpus, "memory", {2: 5 * GIB}.get)
     (tmp_path / "train").symlink_to(photos / "train")
     flags = ["--run-scope", "train_only", "--resume", "--output-dir", str(tmp_path / "output"), "--device", "gpu"]

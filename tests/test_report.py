@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import json
 import os
 import pickle
@@ -32,7 +33,7 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
     args = parse("--report-file", tmp_path / "run.json")
     confusion = np.array([[0, 0, 5], [0, 2, 2], [2, 0, 3], [2, 2, 1]])
     result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
-    report.write_classes(args, result, ["dog, small", "cat"], 4)  # the third class has no name
+    report.write_classes(args.part(report.Options), result, ["dog, small", "cat"], 4)  # the third class has no name
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
         ["0", "dog, small", "7", "5", "0.714286", "0.625000", "0.714286", "0.666667", "4"],
         ["1", "cat", "0", "0", "", "0.000000", "0.000000", "0.000000", "4"],
@@ -49,7 +50,7 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
         ["2", "2", "1", "2", "2", "4"],
     ]
     worse = result | {"confusion": confusion[:1]}
-    report.write_classes(args, worse, ["dog, small", "cat"], 5, is_best=False)
+    report.write_classes(args.part(report.Options), worse, ["dog, small", "cat"], 5, is_best=False)
     assert len(read(tmp_path / "run.confusion.csv")) == 4
 
 
@@ -85,7 +86,7 @@ def test_outputs_of_a_run(parse, tmp_path, flags, kinds):
 )
 def test_class_tables_are_named_after_report(parse, tmp_path, name, stem):
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1]]), "class_top1": np.ones(2)}
-    report.write_classes(parse("--report-file", tmp_path / name), result, "ab", 0)
+    report.write_classes(parse("--report-file", tmp_path / name).part(report.Options), result, "ab", 0)
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == [
         f"{stem}.{kind}.csv" for kind in ("averages", "classes", "confusion")
     ]
@@ -93,11 +94,11 @@ def test_class_tables_are_named_after_report(parse, tmp_path, name, stem):
 
 def test_unwritable_class_table_is_an_error(parse, tmp_path):
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1]]), "class_top1": np.ones(2)}
-    report.write_classes(parse("--report-file", "/dev/null"), result, "ab", 0)
+    report.write_classes(parse("--report-file", "/dev/null").part(report.Options), result, "ab", 0)
     assert not list(Path("/dev").glob("null.*"))
     (tmp_path / "run.classes.csv").mkdir()
     with pytest.raises(RunError, match=f"^{tmp_path}/run.classes.csv: cannot be written"):
-        report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "ab", 0)
+        report.write_classes(parse("--report-file", tmp_path / "run.json").part(report.Options), result, "ab", 0)
 
 
 def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
@@ -178,7 +179,7 @@ def line(step, **data):
     return f"DLLL {json.dumps({'step': step, 'data': data})}\n"
 
 
-def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_path, capsys, monkeypatch):
+def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_path, capsys, monkeypatch, shard):
     args, logged, pages = parse("--report-file", tmp_path / "a.json").copy(patience=2, profile_steps=(1, 2)), [], []
     monkeypatch.setattr(report.logger, "log", lambda step, data: logged.append((step, data)))
     monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(arguments))
@@ -189,7 +190,7 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
 
     def lines(evaluated, **flags):
         argv = ["--profile-steps=1:2", "--lr", "0.1", "--overwrite"]
-        report.summarize(args.copy(**flags), argv, "program", stop, trained, evaluated, saver)
+        report.summarize(args.copy(**flags).part(report.Options), argv, "program", stop, trained, evaluated, saver)
         return capsys.readouterr().out.splitlines()
 
     train, last = {f"train.{name}": 0.5 for name in trained}, "last checkpoint: o/5"
@@ -209,7 +210,7 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
     assert logged[1:] == [((), {"sparse": "program", **train, **places})]
     for more in ({"resume": True}, {"from_checkpoint": "o/1"}, {"from_pretrained_params": "o/1"}):
         assert lines(None, **more)[-1] == f"report: {tmp_path}/a.json"
-    monkeypatch.setattr(processes, "rank", lambda: 1)
+    shard(rank=1)
     assert lines(None)[-1] == f"report: {tmp_path}/a.json"
     assert len(pages) == 6
 
@@ -279,8 +280,10 @@ def test_completed_run_is_an_error_without_resume(parse, capsys, flags, message,
         folder="out/0", epoch=1, ended_early=lambda patience: is_early, evaluations_since_best=3
     )
     with pytest.raises(UsageError, match=message):
-        report.all_done(parse().copy(**flags), [], checkpoint)
-    report.all_done(parse("--report-file", "/nowhere").copy(resume=True, **flags), [], checkpoint)
+        report.all_done(parse().copy(**flags).part(report.Options), {}, [], checkpoint)
+    report.all_done(
+        parse("--report-file", "/nowhere").copy(resume=True, **flags).part(report.Options), {}, [], checkpoint
+    )
     assert logged in capsys.readouterr().out
 
 
@@ -307,7 +310,8 @@ def complete(parse, tmp_path, monkeypatch):
         }
         flags = ["--resume", "--report-file", path, "--report-html", tmp_path / "page.html", "--output-dir", tmp_path]
         checkpoint = SimpleNamespace(folder=f"{folder}/0", meta=meta, ended_early=lambda patience: False)
-        report.all_done(parse(*flags), [], checkpoint)
+        args = parse(*flags)
+        report.all_done(args.part(report.Options), args.as_entry(), [], checkpoint)
         assert begun == [path, (True, True)] * len(summaries)
         return summaries, len(pages)
 
@@ -456,12 +460,12 @@ def test_evaluation_metrics_match_class_tables(run_train, tmp_path):
     assert correct / 23 == result["top1"]
 
 
-def test_benchmark_and_other_ranks_write_no_class_tables(run_train, tmp_path, monkeypatch, parse):
+def test_benchmark_and_other_ranks_write_no_class_tables(run_train, tmp_path, shard, parse):
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "0"]
     assert run_train("--run-scope", "eval_only", *flags)[0] == 0
-    monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 1)
+    shard(rank=1)
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1], [2, 2, 1]]), "class_top1": np.ones(3)}
-    report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "abc", 0)
+    report.write_classes(parse("--report-file", tmp_path / "run.json").part(report.Options), result, "abc", 0)
     assert list(tmp_path.glob("*.csv")) == []
 
 
@@ -487,26 +491,25 @@ def test_peak_memory_is_maximum_over_processes(monkeypatch):
     assert report._peak_memory("gpu") == {"peak_memory_allocated_mib": 4.0}
 
 
-def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
+def test_start_line_lists_operators_learning_rate_and_steps(parse, shard):
     args = parse()
-    line = report.start_line(args, [1, 2], None, {}, 0, True)
+    line = report.start_line(args.part(report.Options), [1, 2], None, {}, 0, True)
     assert "no fused operators, CUDA graph, batch 8" in line
     assert "1 x cpu, float32, NCHW" in line
     assert "all-reduces" not in line
-    monkeypatch.setattr(processes, "world_size", lambda: 4)
-    line = report.start_line(args, [1, 2], None, {"fused_a": 4, "native_b": 1}, 2, False)
+    shard(world_size=4)
+    line = report.start_line(args.part(report.Options), [1, 2], None, {"fused_a": 4, "native_b": 1}, 2, False)
     assert "4 fused_a, 1 native_b, batch 8" in line
     assert f"peak lr {args.lr} x 4 = {4 * args.lr:g}, " in line
     assert line.endswith("train 2 steps per epoch, 2 gradient all-reduces per step")
     args = parse("--accumulate-steps", "2")
-    line = report.start_line(args, [1, 2, 3], None, {}, 2, False)
+    line = report.start_line(args.part(report.Options), [1, 2, 3], None, {}, 2, False)
     assert f"peak lr {args.lr} x 8 = {8 * args.lr:g}, " in line
     assert "train 3 steps per epoch, an update every 2 steps (last 1 unused), 2 gradient" in line
-    line = report.start_line(args.copy(iter_unit="batch", num_iter=7), [1, 2], [1], {}, 2, False)
+    line = report.start_line(args.copy(iter_unit="batch", num_iter=7).part(report.Options), [1, 2], [1], {}, 2, False)
     assert "train 2 steps per epoch, val 1 step per epoch, 7 steps in total, an update every 2 steps, 2" in line
-    line = report.start_line(
-        args.copy(amp=True, amp_level="O2", amp_dtype="bfloat16", iter_unit="batch"), None, [1], {}, 0, False
-    )
+    args = args.copy(amp=True, amp_level="O2", amp_dtype="bfloat16", iter_unit="batch")
+    line = report.start_line(args.part(report.Options), None, [1], {}, 0, False)
     assert "AMP O2 in bfloat16, NCHW" in line and line.endswith(" = 0.4, val 1 step per epoch")
 
 
@@ -525,12 +528,12 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
     monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid: range(16))
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     args = parse("--image-root", "d").copy(**{"device": "gpu", "dali_device": "gpu", "dali_num_threads": 6} | flags)
-    trained = {"data_time": 0.03, "batch_time": 0.1, "steps": 49}
-    assert not report.advise_on_loader(args, 0, trained)  # no warning, because the first epoch is short
-    assert not report.advise_on_loader(args, 1, trained | {"data_time": 0.025, "batch_time": 0.125})  # a fifth
+    options, trained = args.part(report.Options), {"data_time": 0.03, "batch_time": 0.1, "steps": 49}
+    assert not report.advise_on_loader(options, 0, trained)  # no warning, because the first epoch is short
+    assert not report.advise_on_loader(options, 1, trained | {"data_time": 0.025, "batch_time": 0.125})  # a fifth
     assert capsys.readouterr().err == ""
-    assert report.advise_on_loader(args, 1, trained)
-    assert report.advise_on_loader(args, 0, trained | {"steps": 50})
+    assert report.advise_on_loader(options, 1, trained)
+    assert report.advise_on_loader(options, 0, trained | {"steps": 50})
     [line, _] = capsys.readouterr().err.splitlines()
     assert line == (
         f"warning: epoch 1: the GPU waited for images 30% of the time; set {message}, or measure the speed of the "
@@ -539,7 +542,8 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
 
 
 def test_slow_loader_logs_no_warning_on_cpu(run_train, parse, capsys, monkeypatch):
-    assert not report.advise_on_loader(parse(), 5, {"data_time": 0.9, "batch_time": 1.0, "steps": 100})
+    options = parse().part(report.Options)
+    assert not report.advise_on_loader(options, 5, {"data_time": 0.9, "batch_time": 1.0, "steps": 100})
     monkeypatch.setattr(report, "STARVED_FRACTION", -1.0)
     assert run_train("--epochs", "2")[0] == 0
     assert "waited" not in capsys.readouterr().err
@@ -549,15 +553,15 @@ def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypat
     advise = report.advise_on_loader
     monkeypatch.setattr(report, "STARVED_FRACTION", -1.0)
 
-    def advise_on_gpu(args, epoch, trained):
-        return advise(args.copy(device="gpu"), epoch, trained)
+    def advise_on_gpu(options, epoch, trained):
+        return advise(dataclasses.replace(options, device="gpu"), epoch, trained)
 
     monkeypatch.setattr(report, "advise_on_loader", advise_on_gpu)
     assert run_train("--epochs", "4")[0] == 0
     assert capsys.readouterr().err.count("the GPU waited for images") == 1
 
 
-def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
+def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch, shard):
     args, logged, drawn = parse("--benchmark"), [], []
     monkeypatch.setattr(report, "_print_table", lambda *arguments: drawn.append("table"))
     monkeypatch.setattr(page, "write", lambda *arguments: drawn.append(arguments))
@@ -566,14 +570,14 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
     environment["command"] = f"{python()} train.py --a 'b c'"
     shown = ["table", ("page.html", args.report_file, environment, None), "page: page.html"]
     for rank, expected in ((1, []), (0, shown)):
-        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        shard(rank=rank)
         monkeypatch.setattr(report.logger, "report", lambda step, data: logged.append(data))
         monkeypatch.setattr(report, "_peak_memory", lambda device: {"mib": device})
-        report.conclude(args, [], {"ips": 1.0}, Mode.TRAIN)
+        report.conclude(args.part(report.Options), [], {"ips": 1.0}, Mode.TRAIN)
         with monkeypatch.context() as patch:
             patch.setattr(report.logger, "log", lambda *entry: logged.append(entry))
             patch.setattr(report, "_write_page", lambda *arguments: logged.append(arguments))
-            report.conclude(parse(), ["--lr"], {"top1": 0.5}, Mode.EVAL)
+            report.conclude(parse().part(report.Options), ["--lr"], {"top1": 0.5}, Mode.EVAL)
         assert logged.pop()[2] == ["--lr"] and logged.pop() == ((), {"val.top1": 0.5})
         report._write_page(args.copy(report_html="page.html").part(output.Settings), "cpu", ["--a", "b c"])
         assert drawn == expected and logged.pop().items() >= {"processes": 1, "train.mib": "cpu"}.items()

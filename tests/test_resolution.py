@@ -5,7 +5,6 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import config, resolution
-from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import validation
@@ -19,9 +18,9 @@ def resolve(args):
     resolution.resolve_loader(args)
 
 
-def test_bfloat16_on_old_gpu_is_an_error(monkeypatch):
+def test_bfloat16_on_old_gpu_is_an_error(monkeypatch, environment):
     monkeypatch.setattr(gpus, "problem", lambda *_: None)
-    monkeypatch.setattr(processes, "local_gpu", lambda: 2)
+    environment(FLAGS_selected_gpus=2)
     flags = ["--amp", "--amp-dtype", "bfloat16"]
     for capability, fails in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
         monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {2: capability}.get)
@@ -144,11 +143,11 @@ def test_images_are_decoded_on_device_of_run(monkeypatch, shard, device):
         ("gpu", "--data-layout NHWC --kernels paddle", "paddle", []),
     ],
 )
-def test_default_kernels_depend_on_device_and_layout(monkeypatch, device, flags, kernels, loads):
+def test_default_kernels_depend_on_device_and_layout(monkeypatch, environment, device, flags, kernels, loads):
     loaded = []
     monkeypatch.setattr(gpus, "resolve", lambda *args: device)
     monkeypatch.setattr(native, "load", loaded.append)
-    monkeypatch.setattr(processes, "local_gpu", lambda: 2)
+    environment(FLAGS_selected_gpus=2)
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, index))
     args = config.parse_args(flags.split())
     resolve(args)
@@ -164,9 +163,12 @@ def test_default_kernels_depend_on_device_and_layout(monkeypatch, device, flags,
         ("", False, ("NCHW", "paddle")),
         ("--kernels paddle", True, ("NCHW", "paddle")),
         ("--data-layout NCHW", True, ("NCHW", "paddle")),
+        ("--program-representation pir", True, ("NHWC", "paddle")),
+        ("--program-representation pir --kernels paddle", True, ("NHWC", "paddle")),
+        ("--program-representation pir --data-layout NCHW", True, ("NCHW", "paddle")),
     ],
 )
-def test_layout_on_cpu_is_that_of_custom_kernels(monkeypatch, capsys, flags, has_compiler, expected):
+def test_layout_on_cpu_is_that_of_custom_kernels_or_of_pir_programs(monkeypatch, capsys, flags, has_compiler, expected):
     def load(capability=None):
         if not has_compiler:
             raise native.Unavailable("no C++ compiler (g++)")

@@ -15,7 +15,7 @@ import yaml
 
 from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, losses, phase
 from helpers import NVIDIA_SCRIPTS
-from paddle_resnet import config, export, models, phases, program, startup, train
+from paddle_resnet import config, export, models, phases, program, report, startup, train
 from paddle_resnet.checkpoints import saver
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
@@ -81,7 +81,7 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
         and calls.get("check_root", ["photos"]) == ["photos"]
     )
     if is_done:
-        assert calls["all_done"] == [args, flags, "checkpoint"]
+        assert calls["all_done"] == [args.part(report.Options), args.as_entry(), flags, "checkpoint"]
         return
     assert calls["build_programs"][2:] == ["train loader", "eval loader", "checkpoint"]
     assert calls["set_weights"] == [args, "checkpoint", training, evaluation]
@@ -139,13 +139,14 @@ def run_epochs(record, monkeypatch):
     def run_epochs(trained=None, evaluation="evaluation", last=None, failing=(None, None)):
         calls.clear()
         run_epochs.failing, Saver.last = failing, last
-        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: "length", report_html=None)
+        options = SimpleNamespace(report_html=None)
+        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: options)
         schedule = SimpleNamespace(timeline="timeline", done=7)
         training = phases.Work(args, "loader", "program", "fetchs", schedule)
         checkpoint = SimpleNamespace(trained=trained)
         with pytest.raises(MemoryError) if failing[0] else contextlib.nullcontext():
             train._run_epochs(args, "argv", "exe", checkpoint, training, evaluation)
-        assert calls[:2] == [("resumes", args, checkpoint), ("begin", "entry", "resumes")]
+        assert calls[:2] == [("resumes", options, checkpoint), ("begin", "entry", "resumes")]
         return calls[2][1], calls[3:]
 
     return run_epochs
@@ -210,13 +211,13 @@ def test_metrics_of_an_epoch_are_logged_except_in_benchmarks(record, monkeypatch
     record(program, "run", "log_info")
     record(train.report, "write_classes")
     record.results |= {"run_and_save": {"loss": 1}, "run": {"loss": 2}, "write_classes": "without arrays"}
-    args = SimpleNamespace(benchmark=False)
+    args = SimpleNamespace(benchmark=False, part=lambda cls: cls)
     refresh = lambda: record.calls.append(("refresh",))  # noqa: E731
     loader = SimpleNamespace(class_names="names")
     work = phases.Work(args, loader, "program", "fetchs", "schedule", compiled="compiled", refresh=refresh)
     assert train._train("exe", work, STOPS[0], "save") == {"loss": 1}
-    options = (args, loader, "exe", "compiled", "fetchs", 0)
-    trained = ("run_and_save", *options, Mode.TRAIN, "schedule", "save", 2)
+    options = (loader, "exe", "compiled", "fetchs", 0)
+    trained = ("run_and_save", loop.Options, *options, Mode.TRAIN, "schedule", "save", 2)
     assert record.calls == [trained, ("log_info", (0,), {"loss": 1, "step": 2}, Mode.TRAIN)]
     record.calls.clear()
     args.benchmark = True
@@ -224,13 +225,13 @@ def test_metrics_of_an_epoch_are_logged_except_in_benchmarks(record, monkeypatch
     assert record.calls == [trained]
     record.calls.clear()
     is_best = lambda stop, result: record.calls.append((stop, result)) or "is best"  # noqa: E731
-    assert train._evaluate(args, "exe", work, STOPS[0], is_best) == "without arrays"
+    assert train._evaluate("options", "exe", work, STOPS[0], is_best) == "without arrays"
     assert record.calls == [
         ("refresh",),
-        ("run", *options, Mode.EVAL),
+        ("run", args, *options, Mode.EVAL),
         ("log_info", (0,), {"loss": 2, "step": 2}, Mode.EVAL),
         (STOPS[0], {"loss": 2}),
-        ("write_classes", args, {"loss": 2}, "names", 0, "is best"),
+        ("write_classes", "options", {"loss": 2}, "names", 0, "is best"),
     ]
 
 
@@ -509,7 +510,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 
 @pytest.mark.parametrize("name", NVIDIA_SCRIPTS)
 def test_scripts_of_nvidia_example_train_and_their_export_command_works(
-    run_train, checkpoint, tmp_path, capsys, monkeypatch, name
+    run_train, checkpoint, tmp_path, capsys, work_in, name
 ):
     """With tiny values: a tiny network, one epoch and, on a CPU, float32."""
     words = NVIDIA_SCRIPTS[name].split()
@@ -521,7 +522,7 @@ def test_scripts_of_nvidia_example_train_and_their_export_command_works(
             del words[words.index(flag) : words.index(flag) + count]
     if "--from-pretrained-params" in NVIDIA_SCRIPTS[name]:
         words += ["--from-pretrained-params", checkpoint]
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     code, report = run_train(*words, *(["--device", "gpu"] if ON_GPU else []), "--output-dir", "output")
     assert code == 0
     assert np.isfinite(list(losses(report).values())).all()
@@ -599,7 +600,7 @@ def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     assert args.model_arch_name in models.MODELS
     assert f" {args.epochs} epochs" in path.read_text()  # in the header
     timeline = stages.timeline(args, images=8_000)
-    schedule = schedules.build_lr_scheduler(args, timeline)
+    schedule = schedules.build_lr_scheduler(args.part(schedules.Options), timeline)
     end = timeline.steps_before(args.epochs)
     rates = [schedule.step(step) or schedule() for step in range(end + 1)]
     assert max(rates) == pytest.approx(args.lr)

@@ -48,7 +48,7 @@ def small(monkeypatch):
 def tensors(classes=1000, arch="Small"):
     """Return a state_dict with random values and the parameter names of torchvision."""
     random, state = np.random.default_rng(0), {}
-    for name, parameter in conversion._parameters(arch, classes).items():
+    for name, parameter in conversion.parameters(arch, classes).items():
         name = name.replace("stem.0.conv", "conv1").replace("stem.0.bn", "bn1").replace("classifier", "fc")
         name = re.sub(r"stages\.(\d)_(\d)", lambda match: f"layer{int(match[1]) + 1}.{match[2]}", name)
         name = re.sub(r"branch\.(\d)\.(conv|bn)", lambda match: f"{match[2]}{int(match[1]) + 1}", name)

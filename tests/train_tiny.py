@@ -7,6 +7,7 @@ network "Plain" has no batch normalization. If $SHARE_GPU is set, the ranks of a
 
 import argparse
 import ctypes
+import dataclasses
 import gc
 import os
 import signal
@@ -32,7 +33,7 @@ from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
-from paddle_resnet.step import averages, build, cuda_graph
+from paddle_resnet.step import averages, build, cuda_graph, loop
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.mode import Mode
 
@@ -176,12 +177,20 @@ def scale_losses(dist_optimizer):
     """Scale the loss as --amp does, but without float16 operators, which CPUs do not support."""
 
     def wrapped(args, optimizer):
-        # The flag is set directly, because CPUs do not support --amp and the settings are frozen.
-        vars(args)["use_dynamic_loss_scaling"] = True
         operators = {op.type for op in static.default_main_program().global_block().ops}
         lists = static.amp.AutoMixedPrecisionLists(custom_black_list=operators | {"scale", "sum", "elementwise_mul"})
         scaled = static.amp.decorate(optimizer, lists, init_loss_scaling=1024.0, use_dynamic_loss_scaling=True)
         return dist_optimizer(args, scaled)
+
+    return wrapped
+
+
+def with_dynamic_loss_scaling(run_and_save):
+    """Set the flag for the loop only, because CPUs do not support --amp."""
+
+    def wrapped(options, *arguments, **others):
+        options = dataclasses.replace(options, use_dynamic_loss_scaling=True)
+        return run_and_save(options, *arguments, **others)
 
     return wrapped
 
@@ -219,6 +228,7 @@ if __name__ == "__main__":
         loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
     if options.scaling:
         build.wrap_optimizer = scale_losses(build.wrap_optimizer)
+        loop.run_and_save = with_dynamic_loss_scaling(loop.run_and_save)
     if options.unfused:
         fleet.fleet.init = unfused(fleet.fleet.init)
     if options.parameters:

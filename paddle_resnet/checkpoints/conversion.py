@@ -160,14 +160,16 @@ def _match(path, arch, tensors):
     if prefix:
         logger.info(printable(f"{path}: removing the prefix {prefix} from all tensor names"))
     classes = foreign_names.number_of_classes(family, tensors)
-    own = _parameters(arch, classes or IMAGENET_CLASSES)
+    own = parameters(arch, classes or IMAGENET_CLASSES)
     if classes is None:
         own = {name: parameter for name, parameter in own.items() if not foreign_names.is_of_classifier(name)}
     params, projects = foreign_names.convert(family, tensors, own)
     return params, classes, projects, tensors
 
 
-def _parameters(arch, classes):
+def parameters(arch: str, classes: int) -> dict[str, foreign_names.Parameter]:
+    """Return foreign_names.parameters for a value of --model-arch-name and a number of classes, in NCHW with three
+    channels. For UsageError, see models.build_model."""
     import paddle
     from paddle import static
     from paddle.utils import unique_name

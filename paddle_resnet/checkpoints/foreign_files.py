@@ -1,4 +1,5 @@
-"""Read weight files from other projects: .pth from PyTorch, .safetensors, and .pdparams from Paddle.
+"""Read weight files from other projects: .pth from PyTorch, .safetensors, and .pdparams from Paddle. Write
+.safetensors files.
 
 No code in a file is executed. Memory use is proportional to the file size, because compressed archives and overlapping
 tensors are rejected.
@@ -11,11 +12,13 @@ import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from paddle_resnet.checkpoints import arrays
 from paddle_resnet.checkpoints.arrays import UnreadableError
+from paddle_resnet.checkpoints.folders import Writable
 from paddle_resnet.utils import files, logger
 
 MAX_BYTES = 1 << 32
@@ -126,6 +129,26 @@ def _read_safetensors(path):
     if end != len(data):
         raise UnreadableError(f"contains {len(data)} bytes of tensors instead of {end}")
     return state
+
+
+def write_safetensors(file: Writable, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    """Write tensors in the format that _read_safetensors reads.
+
+    Args:
+        file: file to write.
+        tensors: {name: float32 array}.
+        metadata: texts to store with the tensors.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, array in tensors.items():
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors start at a multiple of 8 bytes
+    file.write(len(text).to_bytes(8, "little") + text)
+    for array in tensors.values():
+        file.write(np.ascontiguousarray(array, "<f4").tobytes())
 
 
 def _without_duplicates(pairs):

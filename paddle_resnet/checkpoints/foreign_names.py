@@ -1,27 +1,35 @@
 """Rename weights from torchvision, timm, PaddleClas, paddle.vision, fastai and efficientnet-lite-pytorch to the names
-of this project.
+of this project, and weights of this project to the names of timm.
 
 A rule translates the name of a layer. The rule's regular expression captures the numbers that identify the layer's
 block, and * in the replacement stands for the corresponding block in this project. Blocks are matched by order: the
-block with the n-th lowest numbers corresponds to the n-th block of this project's network.
+block with the n-th lowest numbers corresponds to the n-th block of this project's network. The opposite direction uses
+the same rules: a name is the inverse of a rule if the rules translate it back.
 """
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paddle_resnet.utils import logger
+
 if TYPE_CHECKING:
     from paddle import nn
 
 # {last component of a tensor name in other projects: last component in this project}. The first line contains all names
-# in PyTorch. Paddle uses "weight" and "bias", too, and the names in the second line.
+# in PyTorch. Paddle uses "weight" and "bias", too, and "_mean" and "_variance". "scale" is a parameter of learnable
+# affine layers in timm and PaddleClas.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
-    **{"_mean": "_mean", "_variance": "_variance"},
+    **{"_mean": "_mean", "_variance": "_variance", "scale": "scale"},
+}
+_FIELDS_OF_TORCH = {
+    **{"weight": "weight", "bias": "bias", "_mean": "running_mean", "_variance": "running_var", "scale": "scale"},
 }
 _BN = ("weight", "bias", "_mean", "_variance")
 _COUNTER = "num_batches_tracked"  # counter of PyTorch's BN layers, which this project ignores
@@ -54,6 +62,14 @@ class Layout:
         gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, or None if the function is the
             same as in this project.
         folded: layers that have a bias in this project, but are followed by a BN layer in the other projects.
+        zeros: parameters of this project that the other projects lack, which corresponds to zeros.
+        dropout: rate of the dropout before the classifier if the other projects multiply its input by 1 - rate in
+            evaluation instead of dividing by 1 - rate in training, otherwise 0.
+        padded: learnable affine layer whose output the other projects pad with zeros before max pooling, while this
+            project ignores pixels beyond the edge, or None.
+        convolutions: fully connected layers of this project that are 1x1 convolutions in the other projects.
+        stages: number of blocks in each stage of the other projects, if they number the stages from 0, or () if the
+            stages are those of this project, numbered from 1.
     """
 
     projects: str
@@ -61,6 +77,11 @@ class Layout:
     epsilon: float = 1e-5
     gate: tuple | None = None
     folded: tuple = ()
+    zeros: tuple = ()
+    dropout: float = 0.0
+    padded: str | None = None
+    convolutions: tuple = ()
+    stages: tuple = ()
 
 
 def _conv_bn(layer, target, conv=r"\.0", bn=r"\.1"):
@@ -181,7 +202,7 @@ _GHOSTNET_OF_TIMM = (
     *_conv_bn(r"blocks\.(\d+)\.(\d+)\.shortcut", "*.shortcut.0"),
     *_conv_bn(r"blocks\.(\d+)\.(\d+)\.shortcut", "*.shortcut.1", r"\.2", r"\.3"),
     *_SE_OF_TIMM,
-    *_conv_bn(r"blocks\.\d+\.\d+", "expand", r"\.conv", r"\.bn1"),
+    *_conv_bn(r"blocks\.9\.0", "expand", r"\.conv", r"\.bn1"),
     *(("conv_head", "head"), ("classifier", "classifier")),
 )
 _GHOSTNET_OF_PADDLECLAS = (
@@ -202,6 +223,47 @@ _GHOSTNET_OF_PADDLECLAS = (
     *_conv_bn("conv_last", "expand", r"\._conv", r"\._batch_norm"),
     *((r"fc_0\._conv", "head"), (r"fc_0\._batch_norm", "head.bn"), ("fc_1", "classifier")),
 )
+_PPLCNET_OF_TIMM = (
+    *(("conv_stem", "stem.conv"), ("bn1", "stem.bn"), ("conv_head", "head"), ("classifier", "classifier")),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)", "*.depthwise", r"\.conv_dw", r"\.bn1"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)", "*.project", r"\.conv_pw", r"\.bn2"),
+    *_SE_OF_TIMM,
+)
+_PPLCNET_OF_PADDLECLAS = (
+    *_conv_bn("conv1", "stem", r"\.conv", r"\.bn"),
+    *_conv_bn(r"blocks(\d+)\.(\d+)\.dw_conv", "*.depthwise", r"\.conv", r"\.bn"),
+    *_conv_bn(r"blocks(\d+)\.(\d+)\.pw_conv", "*.project", r"\.conv", r"\.bn"),
+    *((r"blocks(\d+)\.(\d+)\.se\.conv1", "*.se.reduce"), (r"blocks(\d+)\.(\d+)\.se\.conv2", "*.se.expand")),
+    *(("last_conv", "head"), ("fc", "classifier")),
+)
+_UNIT = ("conv", "bn", "lab")
+
+
+def _pphgnet_v2(aggregations, head):
+    """Return the rules for PP-HGNetV2-B0. Each rule contains the numbers of one block, because
+    the names of downsampling layers contain only the number of the stage.
+
+    Args:
+        aggregations: names of the two layers after the chain in a block.
+        head: names of the last convolution, of its learnable affine layer and of the classifier.
+    """
+    stem = {"stem1": "first", "stem2a": "narrow", "stem2b": "widen", "stem3": "merge", "stem4": "last"}
+    layers = {f"stem.{name}": f"stem.{target}" for name, target in stem.items()}
+    for n, (stage, i) in enumerate(((0, 0), (1, 0), (2, 0), (2, 1), (3, 0))):
+        block, target = f"stages.{stage}.blocks.{i}", f"blocks.{n}"
+        layers |= {f"stages.{stage}.downsample": f"{target}.downsample"} if stage and not i else {}
+        for k in range(3):
+            layers |= {f"{block}.layers.{k}": f"{target}.layers.{k}"}
+            layers |= {f"{block}.layers.{k}.conv1": f"{target}.layers.{k}.pointwise"}
+            layers |= {f"{block}.layers.{k}.conv2": f"{target}.layers.{k}.depthwise"}
+        layers |= {f"{block}.{a}": f"{target}.{b}" for a, b in zip(aggregations, ("squeeze", "excite"), strict=True)}
+    names = {f"{name}.{part}": f"{target}.{part}" for name, target in layers.items() for part in _UNIT}
+    names |= dict(zip(head, ("head", "lab", "classifier"), strict=True))
+    return tuple((re.escape(name), target) for name, target in names.items())
+
+
+_HEAD = ("head",)
+_LITE_OF_TIMM = "timm's tf_efficientnet_lite"  # see look_alikes.py
 # The keys are the names of the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
@@ -211,20 +273,39 @@ LAYOUTS = {
         Layout("timm's ResNet-D", _RESNET_D_OF_TIMM),
         Layout("fastai's XResNet", _XRESNET_OF_FASTAI),
     ),
-    "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
+    "mobilenet_v2": (
+        Layout("torchvision, paddle.vision", _MOBILENET_V2),
+        Layout("timm", _TIMM, stages=(1, 2, 3, 4, 3, 3, 1)),
+    ),
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
-        Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),  # see look_alikes.py
+        Layout(_LITE_OF_TIMM, _TIMM, epsilon=1e-3, stages=(1, 2, 2, 3, 3, 4, 1)),  # Lite0
+        Layout(_LITE_OF_TIMM, _TIMM, epsilon=1e-3, stages=(1, 3, 3, 4, 4, 5, 1)),  # Lite1 and Lite2
     ),
     "mobilenet_v3": (
         Layout("torchvision", _MOBILENET_V3_OF_TORCHVISION, epsilon=1e-3),
-        Layout("timm", _mobilenet_v3_of_timm(last=6)),
-        Layout("timm", _mobilenet_v3_of_timm(last=5)),
+        Layout("timm", _mobilenet_v3_of_timm(last=6), convolutions=_HEAD, stages=(1, 2, 3, 4, 2, 3)),  # Large
+        Layout("timm", _mobilenet_v3_of_timm(last=5), convolutions=_HEAD, stages=(1, 2, 3, 2, 3)),  # Small
         Layout("paddle.vision", _MOBILENET_V3_OF_PADDLE_VISION, epsilon=1e-3),
     ),
     "ghostnet": (
-        Layout("timm", _GHOSTNET_OF_TIMM),
-        Layout("PaddleClas", _GHOSTNET_OF_PADDLECLAS, gate=(1, 0), folded=("head",)),
+        Layout("timm", _GHOSTNET_OF_TIMM, stages=(1, 1, 1, 1, 1, 1, 5, 1, 4)),
+        Layout("PaddleClas", _GHOSTNET_OF_PADDLECLAS, gate=(1, 0), folded=_HEAD),
+    ),
+    "pplcnet": (
+        Layout("timm", _PPLCNET_OF_TIMM, stages=(1, 2, 2, 2, 4, 2)),
+        Layout("PaddleClas", _PPLCNET_OF_PADDLECLAS, zeros=("head.bias",), dropout=0.2),
+    ),
+    "pphgnet_v2": (
+        Layout(
+            "timm",
+            _pphgnet_v2(("aggregation.0", "aggregation.1"), ("head.last_conv.0", "head.last_conv.2", "head.fc")),
+            padded="stem.first.lab",
+        ),
+        Layout(
+            "PaddleClas",
+            _pphgnet_v2(("aggregation_squeeze_conv", "aggregation_excitation_conv"), ("last_conv", "lab", "fc")),
+        ),
     ),
 }
 
@@ -246,7 +327,7 @@ class Parameter:
 
 def parameters(model: "nn.Layer") -> dict[str, Parameter]:
     """Return {name in the model: Parameter} for a static-graph network, in the order of its layers."""
-    layers = dict(model.named_sublayers())
+    layers = dict(model.named_sublayers(include_self=True))
     return {
         name: Parameter(p.name, tuple(p.shape), getattr(layers[name.rpartition(".")[0]], "_epsilon", None))
         for name, p in model.named_parameters()
@@ -342,12 +423,68 @@ def convert(
             raise MismatchError(problem, remedy="use a different file")
     for layer in layout.folded:
         _fold(arrays, layer, layout.epsilon)
-    _adapt_epsilon(arrays, own, layout.epsilon)
+    arrays |= {name: np.zeros(own[name].shape, np.float32) for name in layout.zeros}
+    _warn_of_padding(layout, arrays)
+    if layout.dropout and f"{_CLASSIFIER}.weight" in arrays:
+        arrays[f"{_CLASSIFIER}.weight"] = arrays[f"{_CLASSIFIER}.weight"] * np.float32(1 - layout.dropout)
+    _adapt_epsilon(arrays, lambda name: layout.epsilon, lambda name: own[name].epsilon)
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             problem = f"{name} is not finite in float32 after the conversion"
             raise MismatchError(problem, remedy="use a different file")
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
+
+
+def to_timm(family: str, arrays: dict[str, np.ndarray], own: dict[str, Parameter]) -> dict[str, np.ndarray]:
+    """Return the tensors of timm's network with the same outputs: {name in timm: float32 array}.
+
+    Args:
+        family: a key of LAYOUTS; timm must have the network.
+        arrays: {name in this project: float32 array}, with the names in `own`.
+        own: result of parameters().
+    """
+    layouts = (layout for layout in LAYOUTS[family] if "timm" in layout.projects)
+    layout, names = next((layout, names) for layout in layouts if all((names := _timm_names(layout, own)).values()))
+    arrays = dict(arrays)
+    _warn_of_padding(layout, arrays)
+    _adapt_epsilon(arrays, lambda name: own[name].epsilon, lambda name: layout.epsilon)
+    found = {}
+    for name, array in arrays.items():
+        if name.rpartition(".")[0] in layout.convolutions and array.ndim == 2:
+            array = array.T[:, :, None, None]
+        found[names[name]] = np.ascontiguousarray(array.T if array.ndim == 2 else array)
+    return found
+
+
+def _timm_names(layout, own):
+    """Return {name in this project: name in timm, or None if no rule has the name as its target}."""
+    blocks = _own_blocks(own)
+    sizes = layout.stages or Counter(block.partition("_")[0] for block in blocks).values()
+    numbers = [(stage, i) for stage, size in enumerate(sizes, 0 if layout.stages else 1) for i in range(size)]
+    by_block = dict(zip(blocks, numbers, strict=False)) if len(numbers) == len(blocks) else {}
+    names = {}
+    for name in own:
+        layer, _, field = name.rpartition(".")
+        match = _BLOCK.match(layer)
+        targets = [(layer, ())]  # a rule may contain the name of a block instead of *
+        if match:
+            path, block = f"*{layer[match.end() :]}", by_block.get(match[0], ())
+            # In ResNet-D, pooling precedes the shortcut convolution (see convert).
+            targets += [(path, block), (path.replace(".shortcut.1.", ".shortcut."), block)]
+        found = next(filter(None, (_inverse(layout, *target) for target in targets)), None)
+        names[name] = found and f"{found}.{_FIELDS_OF_TORCH[field]}"
+    return names
+
+
+def _inverse(layout, path, block):
+    """Return the name of a layer that the rules translate to a path in the block with these numbers, or None."""
+    for pattern in (pattern for pattern, replacement in layout.rules if replacement == path):
+        name = pattern.replace("\\.", ".")
+        for number in block:
+            name = re.sub(r"\(.*?\)", str(number), name, count=1)
+        if _translate(layout, name) == (block, path):
+            return name
+    return None
 
 
 def is_from_torch(tensors: Iterable[str]) -> bool:
@@ -362,7 +499,7 @@ def is_of_classifier(name: str) -> bool:
 
 def _shapes(layout, own):
     """Return {name in this project: shape} for the tensors of a layout."""
-    shapes = {name: parameter.shape for name, parameter in own.items()}
+    shapes = {name: parameter.shape for name, parameter in own.items() if name not in layout.zeros}
     for layer in layout.folded:
         shapes |= dict.fromkeys((f"{layer}.bn.{field}" for field in _BN), shapes.pop(f"{layer}.bias"))
     return shapes
@@ -454,11 +591,19 @@ def _fold(arrays, layer, epsilon):
     arrays[f"{layer}.bias"] = (shift - mean * factor).astype(np.float32)
 
 
-def _adapt_epsilon(arrays, own, epsilon):
-    """Scale the BN weights, so that BN with this project's epsilon has the same output as the original BN with
-    `epsilon`."""
-    for name, variance in list(arrays.items()):
-        layer, _, field = name.rpartition(".")
-        if field == "_variance" and own[name].epsilon != epsilon:
-            factor = np.sqrt((variance.astype(np.float64) + own[name].epsilon) / (variance + np.float64(epsilon)))
-            arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor).astype(np.float32)
+def _warn_of_padding(layout, arrays):
+    """Warn if the input of the pooling layer can be negative, because its output then depends on the padding."""
+    if layout.padded and min(arrays[f"{layout.padded}.{field}"][0] for field in ("scale", "bias")) < 0:
+        logger.warn(
+            f"{layout.padded}: returns negative values, so the logits here and in {layout.projects}, which pads them "
+            "with zeros at the bottom and right edge before max pooling, differ slightly; compare the accuracies"
+        )
+
+
+def _adapt_epsilon(arrays, before, after):
+    """Scale the BN weights, so that BN with the epsilon after(name) has the same output as with before(name), where
+    `name` is the name of the variance."""
+    for name in [name for name in arrays if name.endswith("._variance") and before(name) != after(name)]:
+        weight, variance = f"{name.removesuffix('._variance')}.weight", arrays[name].astype(np.float64)
+        factor = np.sqrt((variance + after(name)) / (variance + before(name)))
+        arrays[weight] = (arrays[weight] * factor).astype(np.float32)

@@ -27,6 +27,7 @@ import numpy as np
 import paddle
 
 from paddle_resnet.checkpoints import folders, replicas, variables
+from paddle_resnet.components import task
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import ends
@@ -185,7 +186,8 @@ class Saver:
         self._pending = None
         self.best = exchange.from_rank_0(lambda: self._prepare(checkpoint))
         self._evaluations_since_best = checkpoint.evaluations_since_best if checkpoint else 0
-        self._thresholds = None  # of the last evaluation, with --multi-label
+        self._task = args.part(task.Settings).task(args.num_of_class)
+        self._of_evaluation = self._task.meta(None)
         self.folder = checkpoint and checkpoint.folder
 
     def _prepare(self, checkpoint):
@@ -232,7 +234,7 @@ class Saver:
         """
         name = main_metric(result)
         is_best = self.best is None or result[name] > self.best[name]
-        self._thresholds = result["thresholds"].tolist() if "thresholds" in result else None
+        self._of_evaluation = self._task.meta(result)
         self._evaluations_since_best = 0 if is_best else self._evaluations_since_best + 1
         if is_best:
             numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
@@ -326,8 +328,7 @@ class Saver:
             "seeds": {"paddle": self._args.seed, "python": _python_state(), "numpy": _numpy_state()},
             "ranks": [state for state, _ in ranks],
         }
-        if self._args.multi_label:
-            meta["thresholds"] = None if evaluated is None else self._thresholds
+        meta |= self._task.meta(None) if evaluated is None else self._of_evaluation
         name = _name(epoch, step)
         self.folder = self._root / name
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, *own_files.values()])

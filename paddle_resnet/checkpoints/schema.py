@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_resnet.tasks import TASKS
 from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_table, is_text
 
 
@@ -34,13 +35,13 @@ def problem(meta: dict[str, Any]) -> str | None:
         return f"evaluations_since_best is {reprlib.repr(meta['evaluations_since_best'])[:100]}"
     if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints lack this key
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
-    is_multi_label = meta["arguments"].get("multi_label") is True
+    task = TASKS[meta["arguments"].get("multi_label") is True]
     thresholds, count = meta.get("thresholds"), meta["arguments"].get("num_of_class")
     if not is_none_or(is_list_of(is_ratio))(thresholds) or (thresholds is not None and len(thresholds) != count):
         return f"thresholds is {reprlib.repr(meta['thresholds'])[:100]}"
-    needed = {"map", "map_micro"} if is_multi_label else {"top1", "top5"}
-    for name in ("evaluated", "best", *([] if is_multi_label else ["trained"])):
-        if meta[name] is not None and (missing := needed - {*meta[name]}):
+    needed = {"evaluated": task.METRICS, "best": task.METRICS, "trained": task.TRAIN_METRICS}
+    for name, metrics in needed.items():
+        if meta[name] is not None and (missing := {*metrics} - {*meta[name]}):
             return f"{name} lacks {min(missing)}"
     if "cpu" in meta and not is_table(meta["cpu"], threads=is_count, instructions=is_text):
         return f"cpu is {reprlib.repr(meta['cpu'])[:100]}"

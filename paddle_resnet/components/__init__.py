@@ -15,17 +15,17 @@ from paddle_resnet.components import (
     lookahead,
     loss,
     mixing,
-    multi_label,
     optimizer,
     precision,
     quantization,
     rates,
     sparsity,
     stages,
+    task,
 )
 
 COMPONENTS = (
-    *(multi_label, loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
+    *(task, loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
     *(precision, sparsity, quantization, stages),
 )
 # Components that change the images, the targets of the loss, the loss, or layers of the network. loss follows mixing,

@@ -47,7 +47,4 @@ def add(step: "StepBuilder") -> None:
     images[: len(step.class_images)] = step.class_images
     weights = loss_head.balanced_weights(images)
     variable = step.declare("class_weights", lambda: weights, [1, step.num_classes])
-    if step.is_multi_label:
-        step.targets = step.targets | {"class_weights": variable}
-        return
-    step.targets = step.targets | {"image_weights": loss_head.weigh_images(step.targets, variable, step.num_classes)}
+    step.targets = step.targets | step.task.weigh(step.targets, variable)

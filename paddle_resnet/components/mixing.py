@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_resnet.settings.field import flag
+from paddle_resnet.tasks import Task
 from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError
 
@@ -76,8 +77,7 @@ def add(step: "StepBuilder") -> None:
     rows = declare("rows", [1, 1, height, 1] if is_nchw else [1, height, 1, 1])
     columns = declare("columns", [1, 1, 1, width] if is_nchw else [1, 1, width, 1])
     step.images = mix_images(step.images, rows, columns)
-    num_classes = None if step.is_multi_label else step.num_classes
-    weights = mix_labels(step.targets["label"], declare("fraction", [1]), num_classes)
+    weights = mix_labels(step.task, step.targets["label"], declare("fraction", [1]))
     step.targets = step.targets | {"weights": weights}
 
 
@@ -136,21 +136,18 @@ def mix_images(images: Any, rows: Any, columns: Any) -> Any:
     return images * (1 - weight) + paddle.flip(images, axis=[0]) * weight
 
 
-def mix_labels(label: Any, fraction: Any, class_num: int) -> Any:
-    """Return the targets of mixed images.
+def mix_labels(task: Task, label: Any, fraction: Any) -> Any:
+    """Return the target probabilities of mixed images, float32 [N, classes].
 
     Args:
-        label: [N, 1] int64; with --multi-label, float32 [N, class_num].
+        task: the task of the network.
+        label: labels of the images.
         fraction: float32 [1], the mean weight of the image (Mix.fraction).
-        class_num: number of classes; None with --multi-label.
-    Returns:
-        class weights, float32 [N, class_num]. Without --multi-label, each row sums to 1.
     """
     import paddle
-    import paddle.nn.functional as F
 
     from paddle_resnet.models import loss_head
 
     with loss_head.scope():
-        own = label if class_num is None else F.one_hot(paddle.reshape(label, [-1]), class_num)
+        own = task.soft_labels(label)
         return own * fraction + paddle.flip(own, axis=[0]) * (1 - fraction)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import IMAGE_ENDINGS, TEXT_LIMIT, log_once, some
@@ -27,13 +27,14 @@ def class_names(image_root: str) -> list[str] | None:
     return _lines(path) if os.path.lexists(path) else None
 
 
-def label_names(image_root: str) -> tuple[str, list[str], int | None] | None:
+def label_names(image_root: str, ignored: Collection[str] = ()) -> tuple[str, list[str], int | None] | None:
     """Return (path, class names in label order, first label or None if it is unknown) from the file with class names in
     image_root or meta/, such as labels.txt or flowers_label_list.txt, or None if there is no such file. Files in meta/
-    are used only if image_root has none. Raise UsageError if several files in the same folder differ, or if a name
-    occurs twice or is empty."""
+    are used only if image_root has none. `ignored` are the paths of files with different content. Raise UsageError if
+    several files in the same folder differ, or if a name occurs twice or is empty."""
     for folder in filter(os.path.isdir, (image_root, os.path.join(image_root, "meta"))):
         files = [name for name in sorted(os.listdir(folder)) if _NAME_FILE.fullmatch(name)]
+        files = [name for name in files if os.path.join(folder, name) not in ignored]
         found = {name: _numbered_names(os.path.join(folder, name)) for name in files}
         if len({tuple(names) for names, _ in found.values()}) > 1:
             raise UsageError(f"{folder}: {' and '.join([*found][:5])} contain different class names; keep one of them")

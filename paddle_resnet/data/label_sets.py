@@ -5,8 +5,8 @@ A split is stored in one of three ways:
 - class folders, if files in several of them are the same image,
 - RecordIO files, whose records have several labels.
 
-The labels of an image are a row of class numbers, which is filled up with -1. In the DALI pipeline, they become a
-vector with 1 for each class of the image and 0 for all others.
+The labels of an image are a row of class numbers, padded with -1. The DALI pipeline converts the row to a vector with 1
+for each class of the image and 0 for all others.
 """
 
 import csv
@@ -89,10 +89,10 @@ class Labels(NamedTuple):
 
 
 def table_path(image_root: str, mode: Mode) -> str | None:
-    """Return the path of a split's label table, or None. Raise UsageError if there are two."""
+    """Return the path of a split's label table, or None. Raise UsageError if the split has several tables."""
     paths = split_names.find(image_root, mode, TABLES)
     if len(paths) > 1:
-        raise UsageError(f"{paths[0]}: {paths[1]} exists, too; remove one of them")
+        raise UsageError(f"{paths[0]}: {paths[1]} also contains the labels of this split; remove one of the files")
     return paths[0] if paths else None
 
 
@@ -126,12 +126,12 @@ def _read_csv(path, text):
     header = [name.strip() for name in header]
     if len(header) < 2 or not all(header) or len(set(header)) < len(header):
         raise UsageError(
-            f"{path}: the first line is {','.join(header)[:100]!r}; write the names of the columns, the first for the "
-            "image, and the others for different classes, or a single one for names of classes"
+            f"{path}: the first line is {','.join(header)[:100]!r}; write different names of columns: one for the "
+            "image, and then one per class, or a single one for the names of an image's classes"
         )
     for number, row in enumerate(rows, 2):
         if len(row) != len(header):
-            raise UsageError(f"{path}: row {number} has {len(row)} cells, and the first {len(header)}; correct it")
+            raise UsageError(f"{path}: row {number} has {len(row)} cells instead of {len(header)}; correct it")
     images, cells = [row[0].strip() for row in rows], [[cell.strip() for cell in row[1:]] for row in rows]
     if len(header) > 2:
         labels = []
@@ -145,8 +145,8 @@ def _read_csv(path, text):
         return Table(images, labels, header[1:])
     if cells and all(cell in _FLAGS for [cell] in cells):
         raise UsageError(
-            f"{path}: the column {header[1]} contains only 0 and 1, which can be names or a class; write names, or a "
-            "JSONL file"
+            f"{path}: the column {header[1]} contains only 0 and 1, so it may be a class or contain names of classes; "
+            "write names, or a JSONL file"
         )
     separator = next((mark for mark in SEPARATORS if any(mark in cell for [cell] in cells)), None)
     labels = [[name for part in cell.split(separator) if (name := part.strip())] for [cell] in cells]
@@ -183,8 +183,8 @@ def storage(root: Root, mode: Mode) -> str:
     kind = root.format(mode)
     if kind not in ("folder", "recordio"):
         raise UsageError(
-            f"--multi-label: {kind} has one label per image, but the {mode.value} split in {root.image_root} has this "
-            f"format; write {mode.value}.csv, or remove --multi-label"
+            f"--multi-label: {kind} has one label per image, and the {mode.value} split in {root.image_root} is in "
+            f"this format; write {mode.value}.csv, or remove --multi-label"
         )
     return kind
 
@@ -347,8 +347,8 @@ def _records(root, mode, names):
         if wrong:
             raise UsageError(
                 f"--image-root {root.image_root}: a RecordIO record of {mode.value} has the label {min(wrong):g}, but "
-                f"there are {len(names)} classes; store the numbers of the classes, from 0 to {len(names) - 1}, or -1 "
-                "for none, or one label per class, 0 or 1"
+                f"there are {len(names)} classes; store class numbers from 0 to {len(names) - 1}, -1 for an image "
+                "without classes, or one label per class, 0 or 1"
             )
         numbers = [sorted({int(label) for label in row}) for row in named]
     return Labels([image.name for image in records.images(0)], numbers, list(names), records, is_vector)

@@ -76,7 +76,7 @@ def _is_preferred(image_root, path):
 
 def check_there(image_root: str, mode: Mode, data_format: str) -> list[str]:
     """Return the paths of a split's files, or [] for a file list, which formats.filelist checks. Raise UsageError if
-    image_root is not a folder or contains no such files, or if a conversion to this folder is incomplete."""
+    image_root is not a folder or contains no files of the split, or if a conversion to this folder is incomplete."""
     if data_format == "filelist":  # formats.filelist reports a missing list
         return []
     check_root(image_root, "train/ and val/" if data_format == "folder" else f"the {data_format} files")
@@ -178,8 +178,7 @@ def _compressed(image_root, modes):
 def _splits_remedy(image_root):
     if compressed := _compressed(image_root, list(Mode)):
         return compressed
-    near = [root for root in _neighbors(image_root) if all(_is_split_folder(root, mode) for mode in Mode)]
-    if near:
+    if near := neighbors(image_root):
         return f"use {' or '.join(map(shlex.quote, near[:3]))}"
     if advice := sniffer.advice(image_root):
         return advice
@@ -191,17 +190,17 @@ def _splits_remedy(image_root):
 
 def _is_split_folder(image_root, mode):
     with contextlib.suppress(UsageError):
-        path = folder.split_folder(image_root, mode)
-        return os.path.isdir(path) and not folder.images_at_the_top(path) and folder.class_folders(path) != ["images"]
+        return folder.has_classes(folder.split_folder(image_root, mode))
     return False
 
 
-def _neighbors(image_root):
-    """Return the paths of the parent and of the subfolders of image_root."""
+def neighbors(image_root: str) -> list[str]:
+    """Return the paths of the parent and the subfolders of image_root that contain both splits as class folders."""
     folders = [
         os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if not folder.is_system_name(name)
     ]
-    return [os.path.normpath(os.path.join(image_root, os.pardir)), *folders]
+    near = [os.path.normpath(os.path.join(image_root, os.pardir)), *folders]
+    return [root for root in near if all(_is_split_folder(root, mode) for mode in Mode)]
 
 
 def _split_command(source, image_root):

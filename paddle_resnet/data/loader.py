@@ -3,13 +3,14 @@
 import base64
 import contextlib
 import functools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import nvidia.dali
 from nvidia.dali import fn, pipeline_def, types
 
+from paddle_resnet.components import task
 from paddle_resnet.data import augment, decoding, layout, loader_state
 from paddle_resnet.data.data_set import BalancedSampler, DataSet, balanced
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, SyntheticIterator
@@ -31,8 +32,8 @@ INTERPOLATION = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(augment.Settings):
-    """The flags of a loader: those of augment.Settings and the following, see `train.py --help all`."""
+class Options(augment.Settings, task.Settings):
+    """The flags of a loader: those of the base classes and the following; see `train.py --help all`."""
 
     allow_empty_classes: bool
     allow_one_class: bool
@@ -52,18 +53,12 @@ class Options(augment.Settings):
     hw_decoder_load: float
     image_shape: list[int]
     interp: str
-    multi_label: bool
     normalize_mean: list[float]
     normalize_scale: float
     normalize_std: list[float]
     num_of_class: int
     resize_short: int
     sizes: str | None
-
-    @classmethod
-    def of(cls, settings: Any) -> "Options":
-        """Return the options in a Settings."""
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 
 def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, trained: list[str] | None = None) -> DataSet:
@@ -188,11 +183,7 @@ def build_synthetic(
     channels, height, width = options.image_shape
     shape = (channels, height, width) if options.data_layout == "NCHW" else (height, width, channels)
     data = random.standard_normal((batch_size, *shape)).astype("float16" if options.dali_output_fp16 else "float32")
-    if options.multi_label:
-        label = random.randint(0, 2, (batch_size, options.num_of_class)).astype("float32")
-    else:
-        label = random.randint(0, options.num_of_class, (batch_size, 1)).astype("int64")
-    batch = {"data": data, "label": label}
+    batch = {"data": data, "label": options.task(options.num_of_class).draw_labels(random, batch_size)}
     return SyntheticIterator(batch, processes.place(options.device), images, options.num_of_class, conditions, state)
 
 

@@ -407,8 +407,8 @@ def _examples(shard, count, size, mtime_ns):
 def _detected_offset(sampled, outputs):
     """Return 1 if the labels of TFRecords are the numbers from 1 to the number of classes, otherwise 0.
 
-    The number of classes is the number of network outputs. If it is unknown, it is the largest label, provided that
-    all numbers from 1 occur, or 1,000 if the synsets are ImageNet's.
+    The number of classes is `outputs`, the number of network outputs. If `outputs` is None, the number of classes is
+    1,000 if the synsets are ImageNet's, otherwise the largest label, provided that all numbers from 1 occur.
     """
     largest = max(sampled)
     if min(sampled) < 1 or largest < 2:

@@ -1,9 +1,10 @@
 """Recognize what a folder contains, for errors about a data set, `dataset info` and `dataset import --list`.
 
 LAYOUTS is a table of patterns, most specific first. The patterns match the paths of the entries of a folder and, if
-the folder has at most _SUBFOLDERS subfolders, of the entries of these.
+the folder has at most _SUBFOLDERS subfolders, of the entries of its subfolders.
 """
 
+import codecs
 import contextlib
 import csv
 import json
@@ -12,10 +13,11 @@ import re
 import shlex
 import tarfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from paddle_resnet.data.images import IMAGE_SUFFIXES
+from paddle_resnet.data.split_names import SPLIT_OF, SPLITS
 from paddle_resnet.utils.errors import command, import_command, printable, python
 
 # Names of columns in lower case without spaces, _ and -.
@@ -25,18 +27,19 @@ IMAGE_COLUMNS = (
 )
 LABEL_COLUMNS = (
     *("label", "labels", "labelid", "labelname", "class", "classname", "classid", "category", "categoryid", "target"),
-    *("y", "species", "breed", "diagnosis", "tag", "tags", "variety"),
+    *("y", "species", "breed", "diagnosis", "tag", "tags", "variety", "dx", "choice", "gt", "groundtruth"),
+    *("finelabel", "coarselabel"),
 )
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest")
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
-RECORD_KINDS = ("tfrecord", "recordio", "lmdb")  # kinds of `dataset import` that read record files
+RECORD_KINDS = ("tfrecord", "webdataset", "recordio", "lmdb")  # kinds of `dataset import` that read record files
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, IMAGE_SUFFIXES)) + ")"
 _NATIVE = r"(train|val(idation)?)"  # names of the record files that training reads
-_SPLIT = r"(train|training|val|valid|validation|test|testing)"
+_SPLIT = rf"({'|'.join(SPLIT_OF)})"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Layout:
         todo: remedy for the user, as an imperative, or None if training or `dataset import` reads the files.
         needs: a second pattern that must match at least one path, or None.
         is_native: whether training reads these files, so that no import is suggested.
+        is_alone: whether only files count whose folders contain no images.
     """
 
     pattern: str
@@ -59,6 +63,7 @@ class Layout:
     todo: str | None = None
     needs: str | None = None
     is_native: bool = False
+    is_alone: bool = False
 
 
 PUT = "put the images into one folder per class"
@@ -83,11 +88,15 @@ LAYOUTS = (
     Layout(r"image_class_labels\.txt", "lists of CUB-200", "table", needs=r"images\.txt"),
     Layout(r"annotations/trainval\.txt", "lists of Oxford-IIIT Pets", "table", needs="images/"),
     Layout(r"meta/train\.(txt|json)", "lists of Food-101 or MMPretrain", "table"),
+    Layout(r"val/val_annotations\.txt", "Tiny ImageNet", "table", needs=r"train/n\d{8}/"),
     Layout(rf"({_SPLIT}/)?metadata\.(csv|jsonl)", "a table of Hugging Face's imagefolder", "table"),
     Layout(rf"{_SPLIT}/_classes\.csv", "a table of Roboflow", "table"),
     Layout(rf"{_SPLIT}_list\.txt", "file lists of PaddleClas", "table"),
     Layout(rf"(({_SPLIT}|annotations?|labels?)/)?[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
+    Layout(r"[^/]+/[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table", is_alone=True),
     Layout(rf"{_SPLIT}\.txt", "file lists", "table", is_native=True),
+    Layout(r"[^/]+\.lst", "image lists of MXNet", "table"),
+    Layout(r"[^/]+\.txt", "file lists", "table"),
     Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", "parquet"),
     Layout(r"(.*/)?[^/]+\.arrow", "Arrow files", "parquet"),
     Layout(r"(.*/)?[^/]*-\d+-of-\d+\.gz", "compressed TFRecord files", "tfrecord"),
@@ -97,6 +106,8 @@ LAYOUTS = (
         "tfrecord",
     ),
     Layout(rf"{_NATIVE}-\d+-of-\d+(\.tfrecords?)?", "TFRecord files", "tfrecord", is_native=True),
+    Layout(rf"([^/]*[-_.])?{_SPLIT}-\d+\.tar", "tar shards", "webdataset", is_native=True),
+    Layout(rf"{_SPLIT}/([^/]*\D)?\d+\.tar", "tar shards", "webdataset"),
     Layout(rf"{_NATIVE}\.rec", "RecordIO files", "recordio", is_native=True),
     Layout(rf"{_NATIVE}_lmdb/", "LMDBs of Caffe", "lmdb", is_native=True),
     Layout(rf"(.*/)?(?!{_NATIVE}\.rec)[^/]+\.rec", "RecordIO files", "recordio"),
@@ -105,21 +116,24 @@ LAYOUTS = (
     Layout(r"(.*/)?(train|train\.bin)", "arrays of CIFAR-100", "array", needs=r"(.*/)?(meta|fine_label_names\.txt)"),
     Layout(r"(.*/)?[^/]*-images[-.]idx3-ubyte(\.gz)?", "arrays of MNIST", "array"),
     Layout(r"(.*/)?train_X\.bin", "arrays of STL-10", "array"),
-    Layout(r"(.*/)?train_32x32\.mat", "arrays of SVHN", "array"),
+    Layout(r"(.*/)?(train|test|extra)_32x32\.mat", "arrays of SVHN", "array", needs=r"(.*/)?train_32x32\.mat"),
     Layout(r"[^/]+\.npz", "arrays", "array"),
     Layout(r"imagelabels\.mat", "labels of Oxford Flowers 102", "table", needs=r"setid\.mat"),
     Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
+    Layout(r"[^/]+\.(lmdb|mdb)", "LMDBs in single files", todo=_WRITE),
     Layout(
         r"([^/]+/)?[^/]+\.json",
         "JSON files, which may contain the labels",
         todo="write labels.csv with the columns file_name and label to this folder, and import it",
-        needs=rf"((images?|imgs?|data|jpg|{_SPLIT})/)?{_IMAGE}",
+        needs=rf"((images?|imgs?|data|jpg|{_SPLIT}\d*)/)?{_IMAGE}",
     ),
 )
+_LISTS = rf"{_SPLIT}(_list)?\.txt|image_class_labels\.txt|trainval\.txt|val_annotations\.txt"  # recognized by name
+_TABLE = re.compile(r"([^/]+/)?[^/]+\.(csv|tsv|jsonl)", re.IGNORECASE)
 _ARCHIVE = re.compile(r".+\.(tar|tar\.(gz|bz2|xz)|tgz|tbz2|txz|zip)", re.IGNORECASE)
 _TAR = r"([^/]*[-_.])?({})\.tar"  # names of a tar file without number, which may be a shard or contain class folders
-_NAMES = {"train": "train|training", "val": "val|valid|validation|test"}
+_NAMES = {"train": "|".join(SPLITS["train"]), "val": "|".join((*SPLITS["val"], "test"))}
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,7 @@ def look(root: str | os.PathLike[str]) -> list[Sight]:
     paths = _paths(root)
     sights = _look(root, paths)
     folders = [path for path in paths if re.fullmatch("[^/]+/", path)]
-    if len(folders) == 1 and not any(sight.kind for sight in sights):
+    if len(folders) == 1 and not any(sight.kind not in (None, "nested") for sight in sights):
         inner = os.path.join(root, folders[0][:-1])
         sights = [sight for sight in _look(inner, _paths(inner)) if sight.kind] or sights
     if any(sight.kind or sight.is_certain for sight in sights):
@@ -158,33 +172,74 @@ def look(root: str | os.PathLike[str]) -> list[Sight]:
 
 
 def _look(root, paths):
-    known = [sight for layout in LAYOUTS if (sight := _match(root, paths, layout))]
+    known, claimed = [], set()
+    is_image = _is_name_of(root, paths)
+    for layout in LAYOUTS:
+        if sight := _match(root, paths, layout, claimed, is_image):
+            known.append(sight)
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return known
+    tables = _unlabeled(root, [path for path in paths if path not in claimed], is_image)
     # Renaming a tar file is faster than importing it.
-    return [*_tar_files(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
+    return [*_tar_files(root, paths), *known, *tables, *_too_deep(root, paths), *_outside(paths)]
 
 
-def _match(root, paths, layout):
-    found = [path for path in paths if re.fullmatch(layout.pattern, path, re.IGNORECASE)]
+def _is_name_of(root, paths):
+    """Return a function that tells whether the text of a cell is the path, name or id of one of the images in `paths`,
+    or the path of a different image below root."""
+    names = {os.path.basename(path) for path in paths if _is_image(path)}
+    names |= {os.path.splitext(name)[0] for name in names}
+
+    def is_image(cell):
+        cell = cell.strip().replace("\\", "/")
+        is_below = _is_image(cell) and not cell.startswith("/") and ".." not in cell
+        return os.path.basename(cell) in names or (is_below and os.path.isfile(os.path.join(root, cell)))
+
+    return is_image
+
+
+def _match(root, paths, layout, claimed, is_image):
+    """Return the Sight of a layout or None, and add the paths of its files to `claimed`, the set of the paths of more
+    specific layouts."""
+    found = [path for path in paths if path not in claimed and re.fullmatch(layout.pattern, path, re.IGNORECASE)]
     # A table must have columns of images and labels. The columns of Roboflow's _classes.csv are classes.
-    found = [path for path in found if _is_usable(os.path.join(root, path))]
-    if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
+    found = [path for path in found if _is_usable(os.path.join(root, path), is_image)]
+    if layout.is_alone:
+        folders = {os.path.dirname(path) for path in paths if _is_image(path)}
+        found = [path for path in found if os.path.dirname(path) not in folders]
+    needed = [path for path in paths if layout.needs and re.fullmatch(layout.needs, path, re.IGNORECASE)]
+    if not found or (layout.needs and not needed):
         return None
+    claimed.update(found, (path for path in needed if not path.endswith("/")))
     todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
     what = f"{_some(found)}: {layout.what}{_columns(root, found[0])}"
     return Sight(what, todo, layout.kind, layout.kind is not None, root)
 
 
-def _is_usable(path):
-    """Return whether a table or an .npz file has columns or arrays with images and labels; True for other files."""
+def _is_usable(path, is_image):
+    """Return whether a table, a list or an .npz file contains images and labels; True for other files."""
     if os.path.basename(path) == "_classes.csv":
         return bool(header(path))
+    if path.endswith((".lst", ".txt")) and not re.fullmatch(_LISTS, os.path.basename(path), re.IGNORECASE):
+        return is_list(path, is_image)
     if path.endswith(".npz") and os.path.isfile(path):  # a pipe could block
         # The import reports a damaged file.
         with contextlib.suppress(OSError, zipfile.BadZipFile, ValueError), zipfile.ZipFile(path) as archive:
             return bool(npz_keys(name.removesuffix(".npy") for name in archive.namelist()))
-    return not path.endswith(TABLE_SUFFIXES) or is_table(path)
+    return not path.endswith(TABLE_SUFFIXES) or is_table(path, is_image=is_image)
+
+
+def _unlabeled(root, paths, is_image):
+    """Yield a Sight for each table with a column of images, but no known column of labels."""
+    for path in paths:
+        names = header(os.path.join(root, path)) if _TABLE.fullmatch(path) else []
+        if len(names) > 2 and (at := image_columns(os.path.join(root, path), is_image)):
+            run = command(
+                "dataset", "import", os.path.join(root, path), "--output", f"{os.path.abspath(root)}_imported"
+            )
+            others = ", ".join([name for i, name in enumerate(names) if i not in at][:10])
+            what = f"{path}: a table of images, whose column of labels is not recognized"
+            yield Sight(what, f"run `{run}` with --label-column set to one of these: {others}", None, True)
 
 
 def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -212,53 +267,110 @@ def advice(root: str | os.PathLike[str], only_certain: bool = False) -> str | No
     return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
 
-def is_table(path: str, image_column: str | None = None, label_column: str | None = None) -> bool:
+def is_table(
+    path: str,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    is_image: Callable[[str], bool] = lambda cell: False,
+) -> bool:
     """Return whether a file is a table with a column of images and a column of labels.
 
     Args:
         path: the file.
         image_column, label_column: names of these columns, or None for IMAGE_COLUMNS and LABEL_COLUMNS. Without a known
-            name, the labels are the second of two columns.
+            name, the images are a column whose first cell is an image, and the labels are the other one of two columns.
+        is_image: is_image(cell) returns whether the text of a cell is the path, name or id of an image.
     """
     if "submission" in os.path.basename(path).lower():  # the labels in Kaggle's sample_submission.csv are wrong
         return False
     names = header(path)
     known = {normalized(name) for name in names}
-    has_images = image_column in names if image_column else not known.isdisjoint(IMAGE_COLUMNS)
+    if image_column:
+        has_images = image_column in names
+    else:
+        has_images = not known.isdisjoint(IMAGE_COLUMNS) or bool(image_columns(path, is_image))
     has_labels = label_column in names if label_column else len(names) == 2 or not known.isdisjoint(LABEL_COLUMNS)
     return has_images and (has_labels or (label_column is None and is_one_hot(path)))
+
+
+def image_columns(path: str, is_image: Callable[[str], bool]) -> list[int]:
+    """Return the indexes of the columns of a table whose first cell is an image, see is_table. Without a known name, a
+    column of numbers does not contain images; without a header, the first cell is in the first line."""
+    names, *rows = _rows(path, 2) or [[]]
+    for row in (names, *rows):
+        is_header = row is names
+        at = [
+            i
+            for i, cell in enumerate(row[: len(names)])
+            if is_image(cell)
+            and (not cell.strip().isdecimal() or (not is_header and normalized(names[i]) in IMAGE_COLUMNS))
+        ]
+        if at:
+            return at
+    return []
 
 
 def is_one_hot(path: str) -> bool:
     """Return whether a file is a table with a column of images and a column for each class, of which one is 1 in the
     first row."""
-    columns = header(path)
+    columns, *rows = _rows(path, 2) or [[]]
     if len(columns) < 4 or normalized(columns[0]) not in IMAGE_COLUMNS or path.lower().endswith(".jsonl"):
         return False
     if not {*map(normalized, columns)}.isdisjoint(LABEL_COLUMNS):
         return False
-    with contextlib.suppress(OSError, csv.Error), open(path, encoding="utf-8-sig", errors="replace") as f:
-        lines = f.read(_HEAD).splitlines()
-        cells = next(csv.reader(lines[1:], delimiter=delimiter(lines[0])), [])[1:]
-        return len(cells) == len(columns) - 1 and sorted(cell.strip() for cell in cells) == [
-            *"0" * (len(cells) - 1),
-            "1",
-        ]
-    return False
+    flags = [flag(cell) for row in rows for cell in row[1:]]
+    return len(flags) == len(columns) - 1 and None not in flags and flags.count(1) == 1
+
+
+def flag(cell: str) -> int | None:
+    """Return the value of a cell with 0 or 1, possibly written as 0.0 or 1.0, or None for any other text."""
+    number = re.fullmatch(r"([01])(\.0*)?", cell.strip())
+    return int(number[1]) if number else None
+
+
+def is_list(path: str, is_image: Callable[[str], bool]) -> bool:
+    """Return whether the first line of a text file consists of an image and a label or, in a list of MXNet (.lst), of
+    a number, the label and the image. For is_image, see is_table."""
+    line = next(iter(_head(path).split("\n")), "").strip()
+    if path.lower().endswith(".lst"):
+        return line.count("\t") > 1 and is_image(line.split("\t")[-1])
+    parts = [line.rsplit(delimiter, 1) for delimiter in ("\t", ",", ";", " ")] + [line.split(maxsplit=1)]
+    return any(is_image(image) for image, *label in parts if label)
 
 
 def header(path: str) -> list[str]:
     """Return the names of the columns of a table, or [] if the file cannot be read or is not a table."""
-    with contextlib.suppress(OSError, ValueError, csv.Error):
-        if not os.path.isfile(path):
-            return []
-        with open(path, encoding="utf-8-sig", errors="replace") as f:
-            line = f.read(_HEAD).partition("\n")[0].rstrip("\r")
+    return next(iter(_rows(path, 1)), [])
+
+
+def _rows(path, count):
+    """Return the cells of the first rows of a table as text; [] if the file cannot be read or is not a table. The first
+    row of a JSON Lines file consists of the names in its first object."""
+    with contextlib.suppress(ValueError, csv.Error):
+        lines = _head(path).splitlines()
         if path.lower().endswith(".jsonl"):
-            row = json.loads(line)
-            return [*row] if isinstance(row, dict) else []
-        return next(csv.reader([line], delimiter=delimiter(line)), [])
+            row = json.loads(lines[0]) if lines else None
+            return [[*row], [*map(str, row.values())]][:count] if isinstance(row, dict) else []
+        reader = csv.reader(lines, delimiter=delimiter(lines[0]) if lines else ",")
+        return [row for _, row in zip(range(count), reader, strict=False)]
     return []
+
+
+def _head(path):
+    """Return the first _HEAD characters of a text file, or "" if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: damaged UTF-16
+        if os.path.isfile(path):  # a pipe could block
+            with open(path, "rb") as f:
+                name = encoding(f.read(2))
+            with open(path, encoding=name, errors="replace") as f:
+                return f.read(_HEAD)
+    return ""
+
+
+def encoding(start: bytes) -> str:
+    """Return the encoding of a text file that begins with `start`: UTF-16 if this is its byte order mark, otherwise
+    UTF-8."""
+    return "utf-16" if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
 
 def delimiter(line: str) -> str:
@@ -353,7 +465,11 @@ def unpacking(folder: str, names: list[str]) -> str:
         names: names of the archives.
     """
     target = f"{os.path.abspath(os.path.join(folder, names[0]) if len(names) == 1 else folder)}_unpacked"
-    return f"unpack {_unpacking(folder, names, target)}, then run {import_command(target)}"
+    members = [member.split("/") for name in names for member in _members(os.path.join(folder, name))]
+    # Training reads class folders in folders of splits as they are.
+    is_ready = all(len(parts) == 3 and parts[0].lower() in SPLIT_OF for parts in members) and bool(members)
+    use = f"use --image-root {shlex.quote(target)}" if is_ready else f"run {import_command(target)}"
+    return f"unpack {_unpacking(folder, names, target)}, then {use}"
 
 
 def unpacking_here(folder: str) -> str | None:
@@ -377,16 +493,23 @@ def _unpacking(folder, names, target):
 
 def _is_flat(path):
     """Return whether the first files in an archive are not in folders; False if it cannot be read."""
+    names = _members(path)
+    return bool(names) and not any("/" in name for name in names)
+
+
+def _members(path):
+    """Return the names of the first files in an archive, or [] if it cannot be read."""
     names = []
     if os.path.isfile(path):  # a pipe could block
         with contextlib.suppress(OSError, EOFError, ValueError, tarfile.TarError, zipfile.BadZipFile):
             if path.lower().endswith(".zip"):
                 with zipfile.ZipFile(path) as archive:
-                    names = archive.namelist()[:_HEAD_MEMBERS]
+                    names = [name for name in archive.namelist()[:_HEAD_MEMBERS] if not name.endswith("/")]
             else:
                 with tarfile.open(path) as tar:
-                    names = [member.name for _, member in zip(range(_HEAD_MEMBERS), tar, strict=False)]
-    return bool(names) and not any("/" in os.path.normpath(name) for name in names)
+                    members = (member for _, member in zip(range(_HEAD_MEMBERS), tar, strict=False))
+                    names = [member.name for member in members if not member.isdir()]
+    return [os.path.normpath(name) for name in names]
 
 
 def _too_deep(root, paths):
@@ -410,7 +533,7 @@ def _too_deep(root, paths):
             source, output = os.path.join(root, folder), f"{os.path.abspath(root)}_split"
             run = command("dataset", "split", source, "--output", output)
             todo = f"run `{run}` and use --image-root {shlex.quote(output)}"
-            yield Sight(f"{_some(inner)}: class folders one level too deep", todo)
+            yield Sight(f"{_some(inner)}: class folders one level too deep", todo, "nested", False, root)
 
 
 def _nested(root, paths):
@@ -430,6 +553,10 @@ def _nested(root, paths):
             if name.endswith("/")
         ]
         if found := [path for path in level[:_SEARCHED] if _has_images(root, path)]:
+            parents, names = zip(*(os.path.split(path[:-1]) for path in found), strict=True)
+            if len({*parents}) == 1 and {name.lower() for name in names} <= SPLIT_OF.keys():  # images/train/0.jpg
+                yield Sight(f"{_some(found)}: images outside class folders", PUT)
+                return
             yield Sight(
                 f"{_some(found)}: images in nested folders", f"run {import_command(root)}", "nested", False, root
             )

@@ -30,6 +30,7 @@ class Network:
         resize_ratio: default ratio of --resize-short to --crop-size.
         preprocessing: {flag with underscores, such as normalize_mean: default} for other preprocessing flags with a
             default that is specific to this network.
+        timm: name of timm's network that has the same outputs for the same weights, or None.
     """
 
     module: str
@@ -39,6 +40,7 @@ class Network:
     image_size: int = 224
     resize_ratio: float = RESIZE_RATIO
     preprocessing: dict = field(default_factory=dict)
+    timm: str | None = None
 
     def __call__(self, **arguments: Any) -> "nn.Layer":
         module = importlib.import_module(f"paddle_resnet.models.{self.module}")
@@ -54,39 +56,47 @@ RESNET_D = {"stem": "deep", "shortcut_pool": "average"}
 XRESNET = RESNET_D | {"zero_init": True, "classifier_std": 2**-5}
 RESNEXT = {"groups": 32, "group_width": 4}
 MISH, SA = {"activation": "mish", "shortcut_pool": "max-blur"}, {"self_attention": True}
+
+
+def _lite(number, size, resize_short, options):
+    arguments = "efficientnet_lite", "EfficientNetLite", LITE, options, size, resize_short / size, LITE_PREPROCESSING
+    return Network(*arguments, timm=f"tf_efficientnet_lite{number}")
+
+
 # {--model-arch-name: Network}. To add a network, add one line here and a constructor with the arguments num_classes,
 # in_channels and data_format.
 MODELS = {
-    "ResNet18": Network("resnet", "ResNet18", RESNET),
+    "ResNet18": Network("resnet", "ResNet18", RESNET, timm="resnet18"),
     "ResNet18_CIFAR": Network("resnet", "ResNet18", RESNET, {"stem": "small"}, 32, 1.0),
-    "ResNet34": Network("resnet", "ResNet34", RESNET),
-    "ResNet50": Network("resnet", "ResNet50", RESNET),
-    "ResNet101": Network("resnet", "ResNet101", RESNET),
-    "ResNet152": Network("resnet", "ResNet152", RESNET),
+    "ResNet34": Network("resnet", "ResNet34", RESNET, timm="resnet34"),
+    "ResNet50": Network("resnet", "ResNet50", RESNET, timm="resnet50"),
+    "ResNet101": Network("resnet", "ResNet101", RESNET, timm="resnet101"),
+    "ResNet152": Network("resnet", "ResNet152", RESNET, timm="resnet152"),
     "ResNet18_vd": Network("resnet", "ResNet18", "1812.01187", RESNET_D | {"first_projection": True}),
-    "ResNet50_vd": Network("resnet", "ResNet50", "1812.01187", RESNET_D),
+    "ResNet50_vd": Network("resnet", "ResNet50", "1812.01187", RESNET_D, timm="resnet50d"),
     "SE_ResNet50_vd": Network("resnet", "ResNet50", "1709.01507", RESNET_D | {"se": True}),
-    "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", RESNEXT),
-    "XResNet50": Network("resnet", "ResNet50", "1812.01187", XRESNET),
+    "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", RESNEXT, timm="resnext50_32x4d"),
+    "XResNet50": Network("resnet", "ResNet50", "1812.01187", XRESNET, timm="resnet50d"),
     "XResNet50_Mish": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH),
     "XResNet50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA),
     "XSEResNeXt50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | RESNEXT | {"se": True}),
     "XResNeXt50_Mish_SA_NoPool": Network(
         "resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | RESNEXT | {"stem": "deep-no-pool"}
     ),
-    "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
-    "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244"),
-    "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244"),
-    "GhostNet": Network("ghostnet", "GhostNet", "1911.11907"),
-    "EfficientNet_Lite0": Network(
-        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.0, "depth": 1.0}, 224, 256 / 224, LITE_PREPROCESSING
+    "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381", timm="mobilenetv2_100"),
+    "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244", timm="mobilenetv3_large_100"),
+    "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244", timm="mobilenetv3_small_100"),
+    "GhostNet": Network("ghostnet", "GhostNet", "1911.11907", timm="ghostnet_100"),
+    "PPLCNet_x1_0": Network("pplcnet", "PPLCNet", "2109.15099", timm="lcnet_100"),
+    "PPHGNetV2_B0": Network(
+        *("pphgnet_v2", "PPHGNetV2", "2103.05959"),
+        resize_ratio=232 / 224,
+        preprocessing={"interp": "cubic"},
+        timm="hgnetv2_b0",
     ),
-    "EfficientNet_Lite1": Network(
-        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.0, "depth": 1.1}, 240, 272 / 240, LITE_PREPROCESSING
-    ),
-    "EfficientNet_Lite2": Network(
-        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.1, "depth": 1.2}, 260, 292 / 260, LITE_PREPROCESSING
-    ),
+    "EfficientNet_Lite0": _lite(0, 224, 256, {"width": 1.0, "depth": 1.0}),
+    "EfficientNet_Lite1": _lite(1, 240, 272, {"width": 1.0, "depth": 1.1}),
+    "EfficientNet_Lite2": _lite(2, 260, 292, {"width": 1.1, "depth": 1.2}),
 }
 
 

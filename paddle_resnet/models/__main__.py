@@ -87,7 +87,8 @@ def speeds() -> dict[str, dict[str, str]]:
 def rows(archs: Iterable[str]) -> Iterator[list[str]]:
     """Yield the rows of the table as lists of strings: first the header, then one row per network."""
     measured = speeds()
-    yield ["network", "image", "parameters", "multiply-adds", "activations", "paper", "training", "evaluation", "on"]
+    names = ["network", "image", "parameters", "multiply-adds", "activations", "paper", "timm"]
+    yield [*names, "training", "evaluation", "on"]
     for arch in archs:
         network = registered(arch)
         side = network.image_size if network else 224
@@ -95,7 +96,8 @@ def rows(archs: Iterable[str]) -> Iterator[list[str]]:
         speed = measured.get(arch, {})
         yield [
             *(arch, str(side), f"{sizes['parameters']:,}", f"{sizes['multiply_adds'] / 1e6:,.0f} M"),
-            *(f"{sizes['activation_bytes'] / 2**20:.1f} MiB", f"arXiv:{network.paper}" if network else ""),
+            f"{sizes['activation_bytes'] / 2**20:.1f} MiB",
+            *((f"arXiv:{network.paper}", network.timm or "-") if network else ("", "")),
             *(speed.get(name, "") for name in ("training", "evaluation", "hardware")),
         ]
 
@@ -105,7 +107,8 @@ def _main(argv):
         prog="models",
         description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} input channels: image side in "
         "pixels, trainable parameters, and multiply-adds and activation memory per image. Activation memory counts the "
-        "float16 tensors that the backward pass of Paddle's operators reads. Speeds are in images/s and come from "
+        "float16 tensors that the backward pass of Paddle's operators reads. The column timm contains the name of "
+        "timm's network with the same outputs. Speeds are in images/s and come from "
         "benchmarks/networks.csv.",
     )
     parser.add_argument("network", nargs="*", help="network names, or FILE.py:NAME for your own network (default: all)")

@@ -1,6 +1,6 @@
 """GhostNet at width 1.0: Han et al., "GhostNet: More Features from Cheap Operations", arXiv:1911.11907.
 
-As in the authors' code, the weights are initialized like PyTorch's defaults; unlike there, biases are initially 0. The
+As in the authors' code, the weights are initialized like PyTorch's defaults; biases, in contrast, are initially 0. The
 authors train with dropout before the classifier; to use dropout, add --dropout 0.2.
 """
 

@@ -1,6 +1,6 @@
 """The loss head of --multi-label: one binary decision per class. It consists of Paddle's operators with all --kernels.
 
-Like that of models/loss_head.py, its operators are marked with loss_head.scope() and remain in float32 with AMP.
+As in models/loss_head.py, these operators are marked with loss_head.scope() and remain in float32 with AMP.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import paddle
 
 from paddle_resnet.components import rates
 from paddle_resnet.job import processes
-from paddle_resnet.settings import durations, values
+from paddle_resnet.settings import durations
 from paddle_resnet.settings.durations import Timeline
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -133,39 +133,42 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
         return self._warmup_start + (self._rate(0) - self._warmup_start) * self.done / self._warmup_steps
 
 
-def build_lr_scheduler(args: values.Settings, timeline: Timeline) -> Schedule:
+@dataclass(frozen=True)
+class Options(rates.Settings, durations.Settings):
+    """The flags of the schedule, the warm-up and the length of the run."""
+
+
+def build_lr_scheduler(options: Options, timeline: Timeline) -> Schedule:
     """Build the schedule that --lr-scheduler selects, including the linear warm-up.
 
     --lr and --min-lr are multiplied by the number of processes and --accumulate-steps (Goyal et al., arXiv:1706.02677).
 
     Args:
-        args: settings for the schedule, the warm-up and the length of the run.
+        options: the flags of the schedule.
         timeline: durations.Timeline.
     Returns:
         Schedule, to be advanced after each step.
     Raises:
         UsageError: the warm-up does not increase the learning rate.
     """
-    settings = args.part(rates.Settings)
-    factor = processes.world_size() * args.accumulate_steps
-    peak, low = (rate * factor for rate in (settings.lr, settings.min_lr))
-    length = args.part(durations.Settings)
-    steps_of = functools.partial(durations.steps_of, length, timeline)
-    total, warmup_steps = durations.total_steps(length, timeline), steps_of(settings.warmup_epochs)
+    factor = processes.world_size() * timeline.accumulate_steps
+    peak, low = (rate * factor for rate in (options.lr, options.min_lr))
+    steps_of = functools.partial(durations.steps_of, options, timeline)
+    total, warmup_steps = durations.total_steps(options, timeline), steps_of(options.warmup_epochs)
     if warmup_steps > total:
         logger.warn(
-            f"--warmup-epochs {settings.warmup_epochs}: longer than the run, so the whole run is warm-up; use a lower "
+            f"--warmup-epochs {options.warmup_epochs}: longer than the run, so the whole run is warm-up; use a lower "
             "value"
         )
         warmup_steps = total
     # If the run consists only of warm-up, only rate(0) is used, but a span must have at least one step.
     span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)
-    function, flags = SCHEDULES[settings.lr_scheduler]
-    rate = functools.partial(function, span, *(getattr(settings, flag) for flag in flags))
-    if warmup_steps and settings.warmup_start_lr >= rate(0):
+    function, flags = SCHEDULES[options.lr_scheduler]
+    rate = functools.partial(function, span, *(getattr(options, flag) for flag in flags))
+    if warmup_steps and options.warmup_start_lr >= rate(0):
         raise UsageError(
-            f"--warmup-start-lr {settings.warmup_start_lr:g}: not below {rate(0):g}, the learning rate after the "
-            f"warm-up (--lr {settings.lr:g} times {factor} for processes and --accumulate-steps); use a lower value, "
+            f"--warmup-start-lr {options.warmup_start_lr:g}: not below {rate(0):g}, the learning rate after the "
+            f"warm-up (--lr {options.lr:g} times {factor} for processes and --accumulate-steps); use a lower value, "
             "or --warmup-epochs 0"
         )
-    return Schedule(rate, timeline, warmup_steps, settings.warmup_start_lr)
+    return Schedule(rate, timeline, warmup_steps, options.warmup_start_lr)

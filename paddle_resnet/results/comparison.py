@@ -78,7 +78,7 @@ def _claim_page(html, runs):
     """Raise UsageError if the page would replace a file or data set from which the page is created, or cannot be
     written."""
     read = [("RUN", run.path) for run in runs]
-    read += [("RUN's table", files.companion(run.path, kind)) for run in runs for kind in reading.COLUMNS]
+    read += [("RUN's table", files.companion(run.path, kind)) for run in runs for kind in run.task.COLUMNS]
     read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]
     read += [("RUN's curve", curve) for run in runs if (curve := lr_curve.path(run.folders())) is not None]
     roots = {run.parameters.get("image_root") or "" for run in runs}

@@ -17,7 +17,7 @@ from paddle_resnet.data.formats import FORMATS, folder, read_image
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.results import lr_curve, reading
 from paddle_resnet.results.curves import chart
-from paddle_resnet.results.predictions import PROBABILITY
+from paddle_resnet.tasks import multi_label
 from paddle_resnet.utils import files, logger, outputs
 from paddle_resnet.utils.checks import is_ratio
 from paddle_resnet.utils.errors import RunError, UsageError
@@ -49,8 +49,7 @@ def write(
         RunError: the page cannot be written.
     """
     run = reading.read(report_file)
-    # A confusion matrix next to the report of a multi-label run is that of an earlier run.
-    classes, confusion = run.rows("classes.csv"), [] if run.is_multi_label else run.rows("confusion.csv")
+    classes, confusion = run.rows("classes.csv"), run.rows("confusion.csv")
     predictions = run.parameters.get("predictions")
     rows = run.rows("predictions.csv", predictions)
     worst = _worst_of_multi_label(run, classes, rows) if run.is_multi_label else _worst(run, classes, confusion, rows)
@@ -112,7 +111,7 @@ def _metrics(run):
 
 def _name(run):
     """Return the name of a run's main metric for readers."""
-    return "mAP" if run.is_multi_label else "top1"
+    return {"map": "mAP"}.get(run.main_metric, run.main_metric)
 
 
 def _duration(seconds):
@@ -226,7 +225,7 @@ def _worst_of_multi_label(run, classes, rows):
         row["summary"] = f"average precision {float(row['ap']):.4f}, {row['images']} images"
         row["mistaken_for"], wrong = [], []
         for image in rows:
-            p, has_class = _ratio(image.get(PROBABILITY + name)), name in image["labels"].split("|")
+            p, has_class = _ratio(image.get(multi_label.PROBABILITY + name)), name in image["labels"].split("|")
             if p is not None and has_class != (p >= threshold):
                 wrong.append((abs(p - threshold), image["image"], "missed" if has_class else "wrongly found", p))
         wrong.sort(key=lambda each: -each[0])

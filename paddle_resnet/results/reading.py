@@ -16,6 +16,7 @@ from typing import Any
 
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import EXPLICIT, network_name
+from paddle_resnet.tasks import TASKS, Task
 from paddle_resnet.utils import files
 from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from paddle_resnet.utils.errors import UsageError
@@ -62,29 +63,6 @@ METRICS = {
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
     **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),
     **dict.fromkeys(("epoch_time", "data_time", "compute_time", "batch_time"), _is_duration),
-}
-# {file: {required column: (type, check, whether a cell may be empty), or None for a text column}}.
-COLUMNS = {
-    "classes.csv": {
-        **dict.fromkeys(("label", "images", "correct"), (int, is_count, False)),
-        **{"top1": (float, is_ratio, True), "class": None},
-    },
-    "confusion.csv": {
-        **dict.fromkeys(("label", "predicted", "images"), (int, is_count, False)),
-        **dict.fromkeys(("class", "predicted_class")),
-    },
-    "predictions.csv": {
-        **{"label": (int, is_count, False), "prediction": (int, is_count, True)},
-        **{"probability_1": (float, is_ratio, True), **dict.fromkeys(("image", "predicted_class"))},
-    },
-}
-# Files of runs with --multi-label that differ from COLUMNS. Further columns of predictions.csv contain probabilities.
-MULTI_LABEL_COLUMNS = {
-    "classes.csv": {
-        **dict.fromkeys(("label", "images", "predicted", "correct"), (int, is_count, False)),
-        **{"ap": (float, is_ratio, True), "threshold": (float, is_ratio, False), "class": None},
-    },
-    "predictions.csv": dict.fromkeys(("image", "labels", "prediction")),
 }
 PATHS = ("image_root", "data_format", "predictions")  # flags whose value must be text or None
 
@@ -134,9 +112,13 @@ class Run:
         return self.parameters.get("multi_label") is True
 
     @property
+    def task(self) -> type[Task]:
+        return TASKS[self.is_multi_label]
+
+    @property
     def main_metric(self) -> str:
         """Name of the metric that determines the best evaluation, "top1" or "map"."""
-        return "map" if self.is_multi_label else "top1"
+        return self.task.MAIN_METRIC
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return [(completed epochs, value)] for an epoch metric, without values that are not finite."""
@@ -168,16 +150,16 @@ class Run:
         return values[-1] if values else self.summary.get(name)
 
     def rows(self, kind: str, path: str | Path | None = None) -> list[dict[str, str]]:
-        """Return the rows of a CSV file as dicts; [] if the file is missing.
+        """Return the rows of a CSV file as dicts; [] if the file is missing, or the task has no such file.
 
         Args:
-            kind: a key of COLUMNS; MULTI_LABEL_COLUMNS applies to runs with --multi-label.
+            kind: a key of the task's COLUMNS.
             path: path of the file; None for the file next to the report.
         Raises:
             UsageError: the file cannot be read or does not match COLUMNS.
         """
-        columns = (MULTI_LABEL_COLUMNS if self.is_multi_label else {}).get(kind, COLUMNS[kind])
-        return _rows(path or files.companion(self.path, kind), columns)
+        columns = self.task.COLUMNS.get(kind)
+        return [] if columns is None else _rows(path or files.companion(self.path, kind), columns)
 
     def folders(self) -> list[Path]:
         """Return the folders in which the run may be stored: the folder of the report, and the checkpoint folder

@@ -218,7 +218,7 @@ def _decoded(description, batches, batch_size, device, threads, are_paths=False)
         data_set = data_sets.image_files(batches, _shorter_side(description))
     else:
         data_set = data_sets.encoded_images(batches)
-    pipeline = loader.create_pipeline(loader.Options.of(args), data_set, Mode.EVAL, 0, 1)
+    pipeline = loader.create_pipeline(args.part(loader.Options), data_set, Mode.EVAL, 0, 1)
     while True:
         try:
             images, _ = pipeline.run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import reprlib
@@ -324,6 +325,33 @@ def load_onnx(data: bytes, path: str | Path, device: str) -> Model:
     precision = "int8" if "int8" in description else _precision(description)
     model = Model("onnxruntime", description, lambda images: session.run(None, {name: images}), precision)
     return _checked_model(model, path)
+
+
+def open_openvino(path: Path, model: Model) -> Model:
+    """Open an exported ONNX file with OpenVINO on the CPU, in float32 or INT8. The Model returns [probabilities,
+    logits].
+
+    Args:
+        path: the ONNX file, which open_onnx has checked.
+        model: result of open_onnx.
+    Raises:
+        UsageError: OpenVINO is broken, or cannot open the file; or see open_model.
+    """
+    try:
+        core = importlib.import_module("openvino").Core()
+        network = core.read_model(onnx_writer.with_logits(path.read_bytes()))
+        # On CPUs with instructions for bfloat16, OpenVINO rounds to bfloat16 by default.
+        compiled = core.compile_model(network, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    except Exception as e:  # importing a broken package can raise any exception
+        raise UsageError(
+            f"{path}: cannot be opened by OpenVINO ({errors.core(e)}); install a different version, or uninstall "
+            "openvino to omit its check"
+        ) from e
+
+    def outputs(images):
+        return [np.array(array) for array in compiled([images]).values()]
+
+    return _checked_model(Model("OpenVINO", model.description, outputs, model.precision), path)
 
 
 def _checked_model(model, path):

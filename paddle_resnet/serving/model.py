@@ -21,7 +21,7 @@ class Model:
     """An inference network that is ready to run.
 
     Attributes:
-        engine: "Executor", "captured step", "paddle.inference" or "onnxruntime".
+        engine: "Executor", "captured step", "paddle.inference", "onnxruntime" or "OpenVINO".
         description: content of model.json.
         outputs: function from images to [probabilities] or, if the network was opened with logits=True, to
             [probabilities, logits]. description["input"] defines the shape and type of the images. Both outputs are

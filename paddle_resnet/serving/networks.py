@@ -15,9 +15,9 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet import graph
 from paddle_resnet.checkpoints import arrays, folders, restore, variables
-from paddle_resnet.components import precision, quantization
+from paddle_resnet.components import precision, quantization, task
 from paddle_resnet.job import processes
-from paddle_resnet.models import MODELS, build_model, ends, loss_head, multi_label_head
+from paddle_resnet.models import MODELS, build_model, ends, loss_head
 from paddle_resnet.models import logits as network_logits
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import folding
@@ -29,7 +29,6 @@ from paddle_resnet.settings.values import network_name
 from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
-from paddle_resnet.utils.label_metrics import DEFAULT_THRESHOLD
 
 if TYPE_CHECKING:
     from paddle_resnet.settings.values import Settings
@@ -368,9 +367,7 @@ def _build(args, uint8=False, quantize=False, mirror=False, features=False):
         if quantize:
             quantization.insert(program, on_gpu=args.device == "gpu")
         with loss_head.scope():  # AMP must not change the precision of the probabilities
-            probabilities = (
-                multi_label_head.probabilities(logits) if args.multi_label else paddle.nn.functional.softmax(logits)
-            )
+            probabilities = args.part(task.Settings).task(args.num_of_class).probabilities(logits)
             if mirror:
                 pairs = paddle.reshape(probabilities, [2, -1, args.num_of_class])
                 probabilities = paddle.mean(pairs, axis=0)
@@ -419,7 +416,6 @@ def _describe(args, meta, images, probabilities):
         }
         evaluated |= {"tta": args.tta} if args.tta != "none" else {}
         evaluated |= {"decoder": args.dali_device} if args.dali_device != "auto" else {}
-    thresholds = meta.get("thresholds") or [DEFAULT_THRESHOLD] * args.num_of_class
     return {
         "arch": network_name(args.model_arch_name),
         "input": {
@@ -436,7 +432,7 @@ def _describe(args, meta, images, probabilities):
             "std": args.normalize_std,
             "conventions": preprocessing.CONVENTIONS,
         },
-        **({"multi_label": {"thresholds": thresholds}} if args.multi_label else {}),
+        **args.part(task.Settings).task(args.num_of_class).describe(meta),
         "classes": meta.get("class_names", meta["classes"]),
         "epoch": meta["epoch"],
         "evaluated": evaluated,

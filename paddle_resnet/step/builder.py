@@ -1,6 +1,7 @@
 """A program for training or evaluation, under construction."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,12 +13,26 @@ from paddle_resnet.step import facts, random_numbers, scalars
 _Settings = TypeVar("_Settings")  # class Settings of a component
 
 
+@dataclass(frozen=True)
+class Options:
+    """The flags that describe a program; see `train.py --help all`."""
+
+    batch_size: int
+    data_layout: str
+    device: str
+    image_shape: list[int]
+    kernels: str
+    model_arch_name: str
+    num_of_class: int
+    seed: int
+
+
 class StepBuilder:
     """A program to which components add operators. Facts about the program that a run needs after the construction are
     stored with facts.of.
 
     Args:
-        settings: Settings.
+        part: function that returns the values of the flags that a dataclass declares (values.Settings.part).
         main, startup: the programs to fill.
         schedule: schedules.Schedule, which counts steps and batches; None in an evaluation program.
         rank: rank of this process.
@@ -26,15 +41,15 @@ class StepBuilder:
         backend: "native" if components add custom operators, "paddle" if they add Paddle's.
         device: "cpu" or "gpu".
         arch, layout, num_classes: the network; layout is "NCHW" or "NHWC".
-        is_multi_label: whether images have any number of classes (--multi-label).
+        task: what the network predicts (tasks.Task), set by build.
         image_size: [height, width] of its images.
         batch_size: images per process and batch.
         images: the input of the network.
         logits: the output of the network [N, num_classes], once built.
         loss: the training loss [], once added, which components can replace. Evaluations always compute the cross
             entropy.
-        targets: the inputs "data" and "label" of the program, and the entries that components add for
-            loss_head.add_paddle or multi_label_head.add.
+        targets: the inputs "data" and "label" of the program, and the entries that components add for the loss head of
+            the task.
         class_images: number of training images of each class, or None if unknown.
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
@@ -44,13 +59,16 @@ class StepBuilder:
         factor: variable with which custom kernels multiply the gradients, 0 in a skipped step; None stands for 1.
     """
 
-    def __init__(self, settings, main: static.Program, startup: static.Program, schedule: Any = None, rank: int = 0):
+    def __init__(
+        self, part: Callable, main: static.Program, startup: static.Program, schedule: Any = None, rank: int = 0
+    ) -> None:
+        options: Options = part(Options)
         self.main, self.startup, self.schedule = main, startup, schedule
-        self.backend = "native" if settings.kernels == "native" else "paddle"
-        self.device, self._settings, self._rank = settings.device, settings, rank
-        self.arch, self.layout, self.num_classes = settings.model_arch_name, settings.data_layout, settings.num_of_class
-        self.is_multi_label = settings.multi_label
-        self.image_size, self.batch_size = settings.image_shape[1:], settings.batch_size
+        self.backend = "native" if options.kernels == "native" else "paddle"
+        self.device, self._part, self._rank, self._seed = options.device, part, rank, options.seed
+        self.arch, self.layout, self.num_classes = options.model_arch_name, options.data_layout, options.num_of_class
+        self.image_size, self.batch_size = options.image_shape[1:], options.batch_size
+        self.task: Any = None
         self.images: Any = None
         self.targets: dict[str, Any] = {}
         self.class_images: Sequence[int] | np.ndarray | None = None
@@ -70,7 +88,7 @@ class StepBuilder:
 
     def part(self, cls: type[_Settings]) -> _Settings:
         """Return the settings of a component, an instance of its class Settings."""
-        return self._settings.part(cls)
+        return self._part(cls)
 
     def declare(
         self, name: str, value_of: Callable, shape: Sequence[int] = (1,), dtype: str = "float32"
@@ -83,7 +101,7 @@ class StepBuilder:
     def random(self, name: str) -> Callable[[], np.random.Generator]:
         """Return a function that creates this process's random generator for the next batch. Generators with different
         names are independent."""
-        seed, schedule, rank = self._settings.seed, self.schedule, self._rank
+        seed, schedule, rank = self._seed, self.schedule, self._rank
         return lambda: random_numbers.generator(seed, schedule.batches, name, rank)
 
     def declare_seed(self, name: str) -> static.Variable:

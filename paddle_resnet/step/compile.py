@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from paddle_resnet.job import processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import fusion, statistics
-from paddle_resnet.settings import values
 from paddle_resnet.step import cuda_graph, facts, scalars, trace
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 # Attributes of BuildStrategy that enable fused operators and gradient sums in place for training on a GPU. Not every
 # Paddle version has all of these attributes.
@@ -24,6 +25,23 @@ FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_a
 # Operators that use oneDNN on a CPU in NCHW. With Paddle's own depthwise convolutions, a training step of
 # EfficientNet_Lite0 takes five times as long (1.71 instead of 0.34 s of CPU time with 16 images of 64 px; n = 5).
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags that determine a compiled step; see `train.py --help all`."""
+
+    accumulate_steps: int
+    amp: bool
+    amp_dtype: str
+    cuda_graph: bool
+    data_layout: str
+    device: str
+    kernels: str
+    optimizer: str
+    output_dir: str
+    profile_steps: list[int] | None
+    run_scope: RunScope
 
 
 class CompiledStep(static.CompiledProgram):
@@ -71,28 +89,31 @@ class PirStep:
         return lambda **arguments: [np.array(tensor) for tensor in run(**arguments)]
 
 
-def build_strategy(args: values.Settings, is_train: bool) -> Any:
+def build_strategy(options: Options, is_train: bool) -> Any:
     """Return Paddle's BuildStrategy for a program. See program.create_strategy."""
-    processes.check_resolved(args.device)
+    processes.check_resolved(options.device)
     strategy = static.BuildStrategy()
-    if args.device == "gpu" and is_train:
+    if options.device == "gpu" and is_train:
         # The operator that fuses addition and activation has no bfloat16 kernel, so its fusion is not enabled in
         # bfloat16. The BN fusion passes can stay enabled, because they skip bfloat16 operators.
-        is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
+        is_bfloat16 = options.amp and options.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
                 setattr(strategy, name, True)
     return strategy
 
 
-def compile_step(args: values.Settings, program: static.Program, is_train: bool) -> CompiledStep | PirStep:
-    """Return the CompiledStep or PirStep of a program, which is not modified. See program.compile_prog."""
-    processes.check_resolved(args.device)
+def compile_step(
+    options: Options, program: static.Program, is_train: bool, graph_is_explicit: bool
+) -> CompiledStep | PirStep:
+    """Return the CompiledStep or PirStep of a program, which is not modified. See program.compile_prog.
+    `graph_is_explicit` is whether the user has set --cuda-graph."""
+    processes.check_resolved(options.device)
     if facts.of(program).optimizer is None:
-        _check_rule(args.optimizer, program)
-    compiled = _compile(args, program, is_train)
-    if is_train and args.accumulate_steps > 1:
-        compiled.accumulating = _compile(args, program, is_train, accumulation.remove_update)
+        _check_rule(options.optimizer, program)
+    compiled = _compile(options, program, is_train, graph_is_explicit)
+    if is_train and options.accumulate_steps > 1:
+        compiled.accumulating = _compile(options, program, is_train, graph_is_explicit, accumulation.remove_update)
     return compiled
 
 
@@ -107,40 +128,41 @@ def _check_rule(name, program):
         )
 
 
-def _compile(args, source, is_train, change=lambda program: None):
+def _compile(options, source, is_train, graph_is_explicit, change=lambda program: None):
     """Return the compiled step of a copy of a program to which `change` has been applied."""
     program, variable_of = graph.clone(source)
     facts.share(source, program)
     change(program)
-    place = processes.place(args.device)
+    place = processes.place(options.device)
     if not graph.is_legacy(program):
         statistics.keep_statistics_finite(program)
-        return _traced(args, PirStep(program, source, place, variable_of), is_train)
-    if args.device == "cpu" and args.data_layout == "NCHW":
+        return _traced(options, PirStep(program, source, place, variable_of), is_train)
+    if options.device == "cpu" and options.data_layout == "NCHW":
         _use_onednn(program)
-    if args.kernels == "native":
-        fusion.fuse(program, uses_onednn=args.device == "cpu" and native.has_onednn())
+    if options.kernels == "native":
+        fusion.fuse(program, uses_onednn=options.device == "cpu" and native.has_onednn())
         _update_natively(program)
     else:
         statistics.keep_statistics_finite(program)
-    if args.device == "gpu":
-        _warn_of_depthwise(args.kernels, fusion.paddle_depthwise(program))
-    strategy = build_strategy(args, is_train)
+    if options.device == "gpu":
+        _warn_of_depthwise(options.kernels, fusion.paddle_depthwise(program))
+    strategy = build_strategy(options, is_train)
     if any(_is_broadcast_addition(program, op) for op in graph.block(program).ops):
         strategy.fuse_elewise_add_act_ops = False
-    compiled = _traced(args, CompiledStep(program, strategy, source, place), is_train)
-    if args.kernels == "native":
-        is_explicit = args.is_explicit("cuda_graph")
-        untested = cuda_graph.untested_operators(program, args.cuda_graph, is_explicit)
+    compiled = _traced(options, CompiledStep(program, strategy, source, place), is_train)
+    if options.kernels == "native":
+        untested = cuda_graph.untested_operators(program, options.cuda_graph, graph_is_explicit)
         if untested is not None:
-            compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, is_explicit)
+            compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, graph_is_explicit)
     return compiled
 
 
-def _traced(args, compiled, is_train):
+def _traced(options, compiled, is_train):
     """Return a compiled step, with a trace of its first pass over the loader if --profile-steps requires one."""
-    if args.profile_steps is not None and is_train == args.run_scope.trains:
-        compiled.trace = trace.Trace(args.profile_steps, trace.path(args.profile_steps, args.output_dir), args.device)
+    if options.profile_steps is not None and is_train == options.run_scope.trains:
+        compiled.trace = trace.Trace(
+            options.profile_steps, trace.path(options.profile_steps, options.output_dir), options.device
+        )
     return compiled
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections import namedtuple
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,36 @@ from paddle import static
 from paddle_resnet import graph
 from paddle_resnet.checkpoints import replicas
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
+from paddle_resnet.components import task
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.optimizers.schedules import Schedule
-from paddle_resnet.settings import durations, values
+from paddle_resnet.settings import durations
+from paddle_resnet.settings.groups import benchmark
 from paddle_resnet.step import trace
 from paddle_resnet.step.dispatch import Dispatcher
-from paddle_resnet.step.metrics import (
-    calibration_over_all_processes,
-    confusion_over_all_processes,
-    log_metrics,
-    multi_label_over_all_processes,
-    over_all_processes,
-    predictions_on_rank_0,
-)
+from paddle_resnet.step.metrics import log_metrics, over_all_processes
 from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import RunError, UsageError
-from paddle_resnet.utils.meters import AverageMeter, StepClock, average_metrics, latency_percentiles
+from paddle_resnet.utils.meters import AverageMeter, StepClock, latency_percentiles
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.signals import Preempted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(task.Settings, durations.Settings, benchmark.Settings):
+    """The flags of an epoch: those of the base classes and the following; see `train.py --help all`."""
+
+    accumulate_steps: int
+    dali_device: str
+    device: str
+    kernels: str
+    max_bad_steps: int
+    num_of_class: int
+    print_interval: int
+    resume: bool
+    use_dynamic_loss_scaling: bool
 
 
 def check_program(program: Any) -> None:
@@ -46,7 +57,7 @@ def check_program(program: Any) -> None:
 
 
 def run_and_save(
-    args: values.Settings,
+    options: Options,
     dataloader: Any,
     exe: static.Executor,
     program: static.CompiledProgram,
@@ -77,17 +88,16 @@ def run_and_save(
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
         predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
         --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}, ece (expected calibration
-        error) and reliability (see metrics.calibration_over_all_processes).
-        --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}.
+        error) and reliability (see confidence.reliability).
         With Mode.EVAL and --multi-label, instead of top1, top5, confusion and class_top1: the result of
-        metrics.multi_label_over_all_processes, without --benchmark.
+        label_metrics.evaluate, without --benchmark.
         With Mode.EVAL and --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the
         order of the data set, with the columns label, the k = min(5, C) most probable classes, and their
         probabilities).
     Raises:
         the errors of program.run.
     """
-    this = EpochRun(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
+    this = EpochRun(options, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
     with contextlib.closing(this):
         for step in range(this.first_step, this.end_step):
             if this.is_stopped(step):
@@ -111,35 +121,38 @@ _InFlight = namedtuple("_InFlight", "step images lr handles")
 class EpochRun:
     """One pass over a loader: an epoch, a part of an epoch, or a benchmark. See run_and_save."""
 
-    def __init__(self, args, loader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step=None):
-        self._args, self._epoch, self._mode = args, epoch, mode
+    def __init__(self, options: Options, loader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step=None):
+        self._options, self._epoch, self._mode = options, epoch, mode
         self._program, self._lr_scheduler = program, lr_scheduler
         self._meters = {name: meter for name, (_, meter) in fetchs.items()}
-        self._batches_each_step = args.accumulate_steps if mode is Mode.TRAIN else 1
+        self._batches_each_step = options.accumulate_steps if mode is Mode.TRAIN else 1
         variables = [variable for variable, _ in fetchs.values()]
         # Labels are checked only on a CPU, because GPU memory is unreadable after a kernel has failed.
-        class_num = args.num_of_class if args.device == "cpu" and not args.multi_label else None
-        options = variables, args.kernels == "native", class_num, args.dali_device == args.device
-        self._dispatch = Dispatcher(exe, program, *options)
+        self._task = options.task(options.num_of_class)
+        class_num = self._task.checked_classes if options.device == "cpu" else None
+        how = variables, options.kernels == "native", class_num, options.dali_device == options.device
+        self._dispatch = Dispatcher(exe, program, *how)
         if self._batches_each_step > 1:
-            self._accumulate = Dispatcher(exe, program.accumulating, *options)
+            self._accumulate = Dispatcher(exe, program.accumulating, *how)
         self._loader = loader = iterators.adapted(loader, program)
         loader.write_into(self._dispatch.inputs)
-        self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
-        self.first_step = 0 if args.benchmark else loader.step
+        self._measured_from = options.benchmark_warmup_steps if options.benchmark else 0
+        self.first_step = 0 if options.benchmark else loader.step
         if self._batches_each_step > 1 and len(loader) == iterators.UNKNOWN_LENGTH:
             raise UsageError(
-                f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length; implement its __len__"
+                f"--accumulate-steps {options.accumulate_steps}: requires a loader with a length; implement its __len__"
             )
-        self._used = durations.used_batches(len(loader), args.accumulate_steps) if mode is Mode.TRAIN else len(loader)
-        self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else end_step or self._used
+        self._used = (
+            durations.used_batches(len(loader), options.accumulate_steps) if mode is Mode.TRAIN else len(loader)
+        )
+        self.end_step = self._measured_from + options.benchmark_steps if options.benchmark else end_step or self._used
         self._clock = StepClock()
         self._step_log = StepLog(lambda step, metrics: log_metrics((epoch, step), metrics, mode))
         self._in_flight = self._first_step_s = None
         self._is_stopped = False
         self._enter_phase()
         self._batches = iter(loader)
-        self._trace = trace.start(program, self.first_step, self.end_step, args.resume)
+        self._trace = trace.start(program, self.first_step, self.end_step, options.resume)
 
     def close(self) -> None:
         """Stop the trace of a pass that ends early."""
@@ -163,7 +176,7 @@ class EpochRun:
         return self._is_stopped
 
     def is_save_due(self, step: int) -> bool:
-        interval = self._args.save_interval_steps * self._batches_each_step
+        interval = self._options.save_interval_steps * self._batches_each_step
         return interval > 0 and step > self.first_step and step % interval == 0
 
     def save(self, step: int, save: Callable) -> None:
@@ -175,7 +188,7 @@ class EpochRun:
         """Return whether to compare the parameters of several ranks before a step, which is every
         replicas.INTERVAL_STEPS training steps of the run, counted over all epochs. The parameters of a benchmark are
         not kept, so they are not compared."""
-        if processes.world_size() == 1 or self._mode is not Mode.TRAIN or self._args.benchmark:
+        if processes.world_size() == 1 or self._mode is not Mode.TRAIN or self._options.benchmark:
             return False
         done = 0 if self._lr_scheduler is None else self._lr_scheduler.last_epoch  # Paddle's name for the step count
         return done > 0 and done % replicas.INTERVAL_STEPS == 0 and step % self._batches_each_step == 0
@@ -220,7 +233,7 @@ class EpochRun:
         if batch is None:
             if self.end_step == iterators.UNKNOWN_LENGTH:
                 return None
-            if not self._args.benchmark:
+            if not self._options.benchmark:
                 raise RuntimeError(f"loader: ended after {step} of {self.end_step} batches; correct its length")
             self._loader.reset()
             self._batches = iter(self._loader)
@@ -252,13 +265,12 @@ class EpochRun:
             RuntimeError: the loader yields more batches than its length.
             Preempted: a stop was requested during an evaluation.
         """
-        args = self._args
         self._drain()
         self._clock.close_step()
         self._step_log.finish()
         if self._trace is not None:
             self._trace.before(self.end_step, self._drain, self._clock)
-        if not args.benchmark and not self._is_stopped and self.end_step == self._used:
+        if not self._options.benchmark and not self._is_stopped and self.end_step == self._used:
             for _ in range(len(self._loader) - self._used):
                 next(self._batches)
             if next(self._batches, None) is not None:
@@ -266,20 +278,10 @@ class EpochRun:
                 raise RuntimeError(f"loader: yields more batches than its length {length}; correct the length")
             self._loader.reset()
         result = over_all_processes(self._averages(), self._clock, self._is_stopped)
-        if self._mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
+        if self._mode is Mode.TRAIN and self._options.use_dynamic_loss_scaling:
             result["loss_scale"] = _loss_scale()
-        if "scores" in self._meters and not args.benchmark:
-            result.update(multi_label_over_all_processes(self._meters["scores"]))
-        if "confusion" in self._meters:
-            result.update(confusion_over_all_processes(self._meters["confusion"]))
-            if not args.benchmark:
-                result.update(average_metrics(result["confusion"], args.num_of_class))
-        if "of_softmax" in self._meters and not args.benchmark:
-            is_correct = self._meters["confusion"].is_correct()
-            result.update(calibration_over_all_processes(self._meters["of_softmax"].values(), is_correct))
-        if "logits" in self._meters:
-            result.update(predictions_on_rank_0(self._meters["confusion"].labels(), self._meters["logits"].rows()))
-        if args.benchmark:
+        result.update(self._task.reduce(self._meters, self._options.benchmark))
+        if self._options.benchmark:
             result.update(latency_percentiles(self._clock.batch_times), first_step_s=self._first_step_s)
         return result
 
@@ -305,7 +307,7 @@ class EpochRun:
         self._first_step_s = self._first_step_s or logger.elapsed_s()
         if self._mode is Mode.TRAIN:
             self._check_losses(step, lr)
-        if step % self._args.print_interval == 0 and step >= self._measured_from:
+        if step % self._options.print_interval == 0 and step >= self._measured_from:
             metrics = {name: meter.value for name, meter in self._averages().items()}
             metrics.update(self._clock.since_last_log())
             self._step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
@@ -319,14 +321,14 @@ class EpochRun:
         Losses that are not finite do not count towards --max-bad-steps while the loss scale is above 1. The loss scale
         is read only after a loss that is not finite, because reading the loss scale waits for the device.
         """
-        args, loss = self._args, self._meters["loss"]
-        if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
+        options, loss = self._options, self._meters["loss"]
+        if loss.bad_updates and options.use_dynamic_loss_scaling and _loss_scale() > 1:
             loss.excuse_update()
-        if loss.bad_updates >= args.max_bad_steps:
+        if loss.bad_updates >= options.max_bad_steps:
             raise RunError(
-                f"--max-bad-steps {args.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up to "
-                f"step {step} of epoch {self._epoch} with learning rate {lr}; resume from the last checkpoint with a "
-                "lower --lr, or check the images"
+                f"--max-bad-steps {options.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up "
+                f"to step {step} of epoch {self._epoch} with learning rate {lr}; resume from the last checkpoint with "
+                "a lower --lr, or check the images"
             )
 
     def _show_progress(self, step, images, lr):
@@ -338,14 +340,14 @@ class EpochRun:
         if lr is not None:
             fields.append(f"lr {lr:.2g}")
         more = [f"waiting for data {data_time / batch_time:.0%}"]
-        if self._args.device == "gpu":
+        if self._options.device == "gpu":
             gib = paddle.device.cuda.max_memory_allocated(processes.local_gpu()) / 2**30
             more.append(f"GPU memory {gib:.1f} GiB")
         steps_left = self.end_step - step
         run_left_s = None
-        if self._lr_scheduler is not None and not self._args.benchmark:
+        if self._lr_scheduler is not None and not self._options.benchmark:
             timeline = self._lr_scheduler.timeline
-            total = durations.total_steps(self._args.run.part(durations.Settings), timeline) * self._batches_each_step
+            total = durations.total_steps(self._options, timeline) * self._batches_each_step
             run_left_s = (total - timeline.batches_before(self._epoch) - step) * batch_time
         progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields, more)
 
@@ -353,8 +355,8 @@ class EpochRun:
         """Wait until the device is idle. Reading the metrics is not enough, because they are available before the step
         ends."""
         self._read()
-        if self._args.device == "gpu":
-            paddle.device.cuda.synchronize(processes.place(self._args.device))
+        if self._options.device == "gpu":
+            paddle.device.cuda.synchronize(processes.place(self._options.device))
 
 
 def _loss_scale():

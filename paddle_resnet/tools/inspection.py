@@ -102,7 +102,7 @@ def augmented(
             f"{command('dataset', 'verify', root)}"
         )
     batches = iter([[np.frombuffer(data, np.uint8)] * versions for data, _ in decodable])
-    pipeline = loaders.create_pipeline(loaders.Options.of(args), data_set.encoded_images(batches), Mode.TRAIN, 0, 1)
+    pipeline = loaders.create_pipeline(args.part(loaders.Options), data_set.encoded_images(batches), Mode.TRAIN, 0, 1)
     rows = []
     for data, name in decodable:
         batch = np.array(pipeline.run()[0].as_cpu().as_tensor())
@@ -294,6 +294,6 @@ def open_loader(root: str | Path, arguments: list[str]) -> tuple[Loader, Setting
     resolution.resolve_classes(args, Mode.TRAIN)
     data = dali.data_root(args)
     if args.data_format != "synthetic":
-        size = loaders.open_split(data, loaders.Options.of(args), Mode.TRAIN, True).size
+        size = loaders.open_split(data, args.part(loaders.Options), Mode.TRAIN, True).size
         args.resolve("data", batch_size=min(args.batch_size, size))
     return dali.build_dataloader(args, Mode.TRAIN, root=data), args

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import subprocess
-import sys
 
 import paddle
 import pytest
@@ -18,9 +17,8 @@ networks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(networks)
 
 
-def parse(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["networks.py", *map(str, arguments)])
-    return networks.parse_args()
+def parse(*arguments):
+    return networks.parse_args([*map(str, arguments)])
 
 
 def test_bytes_of_small_program():
@@ -111,10 +109,10 @@ def test_kernel_times_are_summed_without_durations_in_names():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_results_of_a_tiny_network(monkeypatch, tmp_path, device):
+def test_results_of_a_tiny_network(tmp_path, device):
     output = tmp_path / "networks.jsonl"
     flags = ["--device", device, "--crop-size", "32", "--batch-size", "4", "--steps", "2", "--warmup-steps", "6"]
-    networks.measure_all(parse(monkeypatch, *flags, "--output", output), "Tiny")
+    networks.measure_all(parse(*flags, "--output", output), "Tiny")
     evaluated, trained = map(json.loads, output.read_text().splitlines())
     assert (evaluated["task"], trained["task"]) == ("evaluate", "train")
     for result in (evaluated, trained):
@@ -158,12 +156,12 @@ def test_failed_network_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
         return subprocess.CompletedProcess(command, int(arch == "GhostNet"), "", "a line\nout of memory\n")
 
     monkeypatch.setattr(networks.subprocess, "run", run)
-    args = parse(monkeypatch, "--arch", "GhostNet", "--arch", "ResNet18", "--output", tmp_path / "x.jsonl")
+    args = parse("--arch", "GhostNet", "--arch", "ResNet18", "--output", tmp_path / "x.jsonl")
     assert networks.run(args) == 1
     assert sorted(capsys.readouterr().err.splitlines()) == ["GhostNet: out of memory", "ResNet18: measured"]
 
 
-def test_too_few_warmup_steps_are_an_error(monkeypatch):
-    assert parse(monkeypatch).arch == list(networks.MODELS)
+def test_too_few_warmup_steps_are_an_error():
+    assert parse().arch == list(networks.MODELS)
     with pytest.raises(SystemExit):
-        parse(monkeypatch, "--warmup-steps", "5")
+        parse("--warmup-steps", "5")

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,15 +16,14 @@ peers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(peers)
 
 
-def parse(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["peers.py", *map(str, arguments)])
-    return peers.parse_args()
+def parse(*arguments):
+    return peers.parse_args([*map(str, arguments)])
 
 
 @pytest.mark.parametrize("task", sorted({task for task, _, _ in peers.ROWS.values()}))
-def test_benchmark_command_uses_known_flags(monkeypatch, tmp_path, task):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,2")
-    args = parse(monkeypatch, "run", "--image-root", "photos", "--batch-size", "64", "--steps", "7", "--threads", "3")
+def test_benchmark_command_uses_known_flags(environment, tmp_path, task):
+    environment(CUDA_VISIBLE_DEVICES="5,3,2")
+    args = parse("run", "--image-root", "photos", "--batch-size", "64", "--steps", "7", "--threads", "3")
     python, *launcher = peers.own_command(args, "ResNet18", task, tmp_path / "report.json")
     start = launcher.index("train.py")
     launcher, arguments = launcher[:start], launcher[start + 1 :]
@@ -41,7 +39,7 @@ def test_benchmark_command_uses_known_flags(monkeypatch, tmp_path, task):
         assert (flags.image_root, flags.dali_num_threads) == ("photos", 3)
 
 
-def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
+def test_measurement_reads_report_or_error(run_train, tmp_path):
     """Read the report of a real benchmark, and the error message of a failed run."""
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1", "--run-scope", "train_only"]
     code, entries = run_train(*flags)
@@ -50,7 +48,7 @@ def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
     assert measured["ips"] == entries[-1]["data"]["train.ips"]
     assert measured["first_step_at"] < float(entries[-1]["timestamp"])
     assert "paddle" in measured["versions"]
-    args = parse(monkeypatch, "run", "--image-root", tmp_path / "nowhere", "--device", "cpu")
+    args = parse("run", "--image-root", tmp_path / "nowhere", "--device", "cpu")
     result = peers.measure(args, "ResNet50", "train, JPEG: paddle_resnet", tmp_path)
     assert result["returncode"] == 2
     assert f"{tmp_path}/nowhere" in result["error"]
@@ -88,13 +86,12 @@ def process(monkeypatch):
     return calls, done
 
 
-def test_baseline_uses_same_settings_and_its_own_environment(monkeypatch, process, tmp_path):
+def test_baseline_uses_same_settings_and_its_own_environment(environment, process, tmp_path):
     calls, _ = process
-    monkeypatch.setenv("PYTHONPATH", "p")
-    monkeypatch.setenv("LD_LIBRARY_PATH", "l")
+    environment(PYTHONPATH="p", LD_LIBRARY_PATH="l")
     flags = ["--image-root", "photos", "--batch-size", "64", "--torch-pythonpath", "extra"]
     for more, path, libraries in (([], "extra:p", "l"), (["--torch-env-clear"], "extra", None)):
-        args = parse(monkeypatch, "run", "--torch-python", "python3", *flags, *more)
+        args = parse("run", "--torch-python", "python3", *flags, *more)
         result = peers.measure(args, "ResNet18", "train, JPEG: PyTorch compile", tmp_path)
         command, environment = calls[-1]
         assert result == {"ips": 5, "first_step_s": 7, "command": command}
@@ -102,17 +99,17 @@ def test_baseline_uses_same_settings_and_its_own_environment(monkeypatch, proces
         assert command[:9] == ["python3", peers.__file__, *arguments]
         assert {"--device=gpu", "--batch-size=64", "--crop-size=224", "--warmup-steps=50"} < set(command)
         assert (environment["PYTHONPATH"], environment.get("LD_LIBRARY_PATH")) == (path, libraries)
-    args = parse(monkeypatch, "run", "--torch-python", "python3")
+    args = parse("run", "--torch-python", "python3")
     peers.measure(args, "ResNet18", "train, synthetic, two GPUs: PyTorch compile", tmp_path)
     command, environment = calls[-1]
     assert command[:4] == ["python3", "-m", "torch.distributed.run", "--standalone"] and "None" not in str(command)
     assert environment["PYTHONPATH"] == "p"
 
 
-def test_jax_runs_its_own_script_with_its_own_interpreter(monkeypatch, process, tmp_path):
+def test_jax_runs_its_own_script_with_its_own_interpreter(environment, process, tmp_path):
     calls, _ = process
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    args = parse(monkeypatch, "run", "--image-root", "photos", "--jax-python", "python3.12", "--torch-pythonpath", "t")
+    environment(PYTHONPATH=None)
+    args = parse("run", "--image-root", "photos", "--jax-python", "python3.12", "--torch-pythonpath", "t")
     peers.measure(args, "ResNet50", "train, synthetic: JAX", tmp_path)
     (python, script, *arguments), environment = calls[-1]
     assert (python, script, environment["PYTHONPATH"]) == ("python3.12", str(ROOT / "benchmarks/jax_resnet50.py"), "")
@@ -121,9 +118,9 @@ def test_jax_runs_its_own_script_with_its_own_interpreter(monkeypatch, process, 
     assert set(passed) == flags and passed["--arch"] == "ResNet50"
 
 
-def test_failed_measurement_returns_the_last_lines(monkeypatch, process, tmp_path):
+def test_failed_measurement_returns_the_last_lines(process, tmp_path):
     _, done = process
-    args, done.returncode = parse(monkeypatch, "run"), 3
+    args, done.returncode = parse("run"), 3
     (tmp_path / "report.json").write_text("of an earlier process")
     for stdout, stderr, error in (("a\n", "b\n" * 50 + "c\n", "c"), ("a\nd\n", "", "d"), ("", "", "no message")):
         done.stdout, done.stderr = stdout, stderr
@@ -133,8 +130,8 @@ def test_failed_measurement_returns_the_last_lines(monkeypatch, process, tmp_pat
     assert not (tmp_path / "report.json").exists()
 
 
-def test_own_command_on_the_cpu_has_two_processes_and_float32(monkeypatch, tmp_path):
-    args = parse(monkeypatch, "run", "--device", "cpu")
+def test_own_command_on_the_cpu_has_two_processes_and_float32(tmp_path):
+    args = parse("run", "--device", "cpu")
     command = peers.own_command(args, "ResNet18", "train, synthetic, two GPUs", tmp_path / "report.json")
     assert command[command.index("--nproc_per_node") + 1] == "2" and not {"--gpus", "--amp"} & set(command)
 
@@ -144,20 +141,20 @@ def test_rows_alternate_and_results_are_appended(monkeypatch, tmp_path):
     results = {rows[0]: {"ips": 5.0, "first_step_s": 1.0}, rows[1]: {"error": "x"}}
     monkeypatch.setattr(peers, "measure", lambda args, arch, row, folder: results[row])
     output = tmp_path / "peers.jsonl"
-    args = parse(monkeypatch, "run", "--rows", "evaluate, synthetic", "--repeats", "2", "--output", output)
+    args = parse("run", "--rows", "evaluate, synthetic", "--repeats", "2", "--output", output)
     assert [peers.run(args) for _ in range(2)] == [1, 1]
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     order = [(repetition, "ResNet50", row) for repetition in (0, 1) for row in rows]
     assert [(line["repetition"], line["arch"], line["row"]) for line in lines] == order * 2
 
 
-def test_zero_warmup_steps_is_an_error(monkeypatch):
+def test_zero_warmup_steps_is_an_error():
     with pytest.raises(SystemExit):
-        parse(monkeypatch, "run", "--warmup-steps", "0")
+        parse("run", "--warmup-steps", "0")
 
 
-def test_missing_image_root_is_an_error_before_measuring(monkeypatch):
-    args = parse(monkeypatch, "run", "--rows", "train, synthetic: paddle_resnet", "--rows", "JPEG: paddle_resnet")
+def test_missing_image_root_is_an_error_before_measuring():
+    args = parse("run", "--rows", "train, synthetic: paddle_resnet", "--rows", "JPEG: paddle_resnet")
     with pytest.raises(SystemExit, match="--image-root"):
         peers.run(args)
 

@@ -102,7 +102,7 @@ def test_documented_rows_of_one_host_match_script_output(capsys):
     assert one_host in text and "| 64 |" not in text
     step, jitter = fitted.removeprefix("One-GPU step: ").split(" ms")[0], fitted.split()[-2]
     assert f"one-GPU step ({step} ms)" in text
-    assert f"standard deviation: {jitter} ms" in text
+    assert f"standard deviation of the step time: {jitter} ms" in text
 
 
 def test_flags_change_the_prediction(capsys):

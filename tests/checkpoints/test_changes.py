@@ -57,13 +57,13 @@ def test_different_paddle_version_triggers_warning(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, tmp_path, monkeypatch, capsys):
+def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, tmp_path, environment, capsys):
     assert run_train("--epochs", "1")[0] == 0
     folder = tmp_path / "output/Tiny/0"
     own = folders.read_meta(folder)["cpu"]
     assert own == cpu.arithmetic() and own["threads"] == int(os.environ["OMP_NUM_THREADS"])
-    monkeypatch.setenv("OMP_NUM_THREADS", str(own["threads"] + 1))
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    environment(OMP_NUM_THREADS=str(own["threads"] + 1))
+    environment(ONEDNN_MAX_CPU_ISA="AVX2")
     capsys.readouterr()
     assert run_train("--epochs", "2", "--resume")[0] == 0
     effect = "so losses may differ in the last digits from those of an uninterrupted run; "

@@ -1,6 +1,7 @@
 """Weight files of other projects. Arrays of every supported format are read without loss of precision. Damaged and
 malicious files are rejected, and code in such files is never executed."""
 
+import importlib.util
 import io
 import json
 import os
@@ -263,8 +264,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_rejected(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_hostile_files_are_rejected(tmp_path, work_in, name):
+    work_in(tmp_path)
     data, reason = HOSTILE[name]
     with pytest.raises(UnreadableError) as error:
         read(tmp_path, name, data)
@@ -325,3 +326,21 @@ def test_path_that_is_not_a_regular_file_is_rejected(tmp_path, kind):
     {"missing": str, "folder": os.mkdir, "pipe": os.mkfifo}[kind](path)
     with pytest.raises(UnreadableError):
         foreign_files.read(path)
+
+
+@pytest.mark.parametrize("name", ["w", "weight"])  # headers of two lengths
+def test_written_safetensors_are_read_back(tmp_path, name):
+    tensors = {
+        name: np.arange(6, dtype=np.float32).reshape(2, 3).T,  # not contiguous
+        "scalar": np.array([0.5], np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+    }
+    path = tmp_path / "w.safetensors"
+    with open(path, "wb") as file:
+        foreign_files.write_safetensors(file, tensors, {"format": "pt"})
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+    assert_equal(foreign_files.read(path), tensors)
+    if importlib.util.find_spec("safetensors") is not None:
+        from safetensors.numpy import load_file
+
+        assert_equal(load_file(path), tensors)

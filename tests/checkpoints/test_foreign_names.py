@@ -1,11 +1,12 @@
 """Parameter names of other projects: each tensor is assigned to the right parameter, or an error lists the
-mismatches."""
+mismatches. Parameters of this project get the names of timm."""
 
 import contextlib
 import importlib.util
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet.checkpoints import foreign_names
+from paddle_resnet.checkpoints import foreign_files, foreign_names
 from paddle_resnet.checkpoints.foreign_names import MismatchError
 from paddle_resnet.models import MODELS, build_model, registered
 
@@ -117,7 +118,7 @@ def converted(case):
     """Generate weights for the recorded network of a project, and convert them to parameters of this project."""
     arch, project = case.split(", ")
     shapes, _ = other_projects.recorded()[case]
-    params, projects = foreign_names.convert(MODELS[arch].module, other_projects.weights(shapes), own(arch))
+    params, projects = foreign_names.convert(MODELS[arch].module, other_projects.weights(shapes, arch), own(arch))
     assert project in projects
     return params
 
@@ -130,6 +131,75 @@ def test_logits_equal_those_recorded_with_other_projects(float64, case):
     found = logits(case.split(", ")[0], converted(case), other_projects.images())
     scale = np.abs(expected).max()
     np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+# These networks differ from other networks only in the number of blocks or channels.
+COVERED = {"ResNet34", "ResNet50", "ResNet101", "ResNet152", "XResNet50", "EfficientNet_Lite0", "EfficientNet_Lite2"}
+IN_TIMM = [arch for arch, network in MODELS.items() if getattr(network, "timm", None)]
+EACH_IN_TIMM = [pytest.param(arch, marks=[pytest.mark.soak] if arch in COVERED else []) for arch in IN_TIMM]
+
+
+def random_parameters(arch, parameters):
+    """Return {name in this project: random array}, with positive BN scales and variances, and with positive outputs of
+    the layer that timm and this project pad differently."""
+    arrays = other_projects.weights({name: parameter.shape for name, parameter in parameters.items()}, arch)
+    return {name: np.abs(array) if name == "stem.first.lab.bias" else array for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("arch", EACH_IN_TIMM)
+def test_conversion_to_timm_is_the_inverse_of_the_conversion(arch):
+    parameters, family = own(arch), MODELS[arch].module
+    arrays = random_parameters(arch, parameters)
+    tensors = foreign_names.to_timm(family, arrays, parameters)
+    found, projects = foreign_names.convert(family, tensors, parameters)
+    assert "timm" in projects
+    assert found.keys() == {parameter.variable for parameter in parameters.values()}
+    for name, parameter in parameters.items():
+        np.testing.assert_allclose(found[parameter.variable], arrays[name], rtol=1e-6, atol=0, err_msg=name)
+    if f"{arch}, timm" in other_projects.recorded():
+        shapes, _ = other_projects.recorded()[f"{arch}, timm"]
+        is_counter = re.compile("num_batches_tracked$").search
+        assert {name: array.shape for name, array in tensors.items()} == {
+            name: shape for name, shape in shapes.items() if not is_counter(name)
+        }
+
+
+@pytest.mark.parametrize("arch", EACH_IN_TIMM)
+def test_timm_computes_the_same_logits_from_an_exported_file(arch, tmp_path):
+    for package in ("timm", "safetensors"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    parameters = own(arch)
+    arrays = random_parameters(arch, parameters)
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        tensors = foreign_names.to_timm(MODELS[arch].module, arrays, parameters)
+        foreign_files.write_safetensors(file, tensors, {"format": "pt"})
+    np.save(tmp_path / "images.npy", other_projects.images())
+    command = [sys.executable, Path(__file__).with_name("timm_logits.py"), MODELS[arch].timm, tmp_path]
+    subprocess.run(command, check=True)
+    expected = np.load(tmp_path / "logits.npy")
+    params = {parameter.variable: arrays[name] for name, parameter in parameters.items()}
+    found = logits(arch, params, other_projects.images())
+    scale = np.abs(expected).max()
+    assert scale > 0.1
+    np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=1e-4)
+    print(f"{arch}: largest difference of the logits {np.abs(found - expected).max() / scale:.1e} of the largest logit")
+
+
+@pytest.mark.parametrize("field", ["scale", "bias"])
+def test_negative_values_before_the_pooling_of_timm_cause_a_warning(capsys, field):
+    parameters = own("PPHGNetV2_B0")
+    arrays = random_parameters("PPHGNetV2_B0", parameters)
+    tensors = foreign_names.to_timm("pphgnet_v2", arrays, parameters)
+    foreign_names.convert("pphgnet_v2", tensors, parameters)
+    assert capsys.readouterr().err == ""
+    tensors[f"stem.stem1.lab.{field}"] *= -1
+    foreign_names.convert("pphgnet_v2", tensors, parameters)
+    foreign_names.to_timm("pphgnet_v2", arrays | {f"stem.first.lab.{field}": np.float32([-1])}, parameters)
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2
+    for warning in warnings:
+        assert "stem.first.lab: returns negative values, so the logits here and in timm, which pads" in warning
 
 
 @pytest.mark.parametrize("case", ["XResNet50, fastai", "MobileNetV3_Small, timm", "GhostNet, PaddleClas"])
@@ -378,7 +448,7 @@ def test_bn_with_different_epsilon_has_the_same_output():
         dict(arrays),
         {"a._variance": SimpleNamespace(epsilon=1e-3), "b._variance": SimpleNamespace(epsilon=1)},
     )
-    foreign_names._adapt_epsilon(arrays, own, 1)
+    foreign_names._adapt_epsilon(arrays, lambda name: 1, lambda name: own[name].epsilon)
     changed = {name for name, array in arrays.items() if not np.array_equal(array, before[name])}
     assert changed == {"a.weight"}
     outputs = [state["a.weight"] / np.sqrt(before["a._variance"] + e) for state, e in ((arrays, 1e-3), (before, 1))]

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("look_alikes.py")
 UNIQUE = [
     *(f"torchvision.resnet{depth}" for depth in (34, 101, 152)),
     *("torchvision.resnext50_32x4d", "torchvision.mobilenet_v3_large", "torchvision.mobilenet_v3_small"),
-    *("timm.mobilenetv2_100", "timm.ghostnet_100"),
+    *("timm.mobilenetv2_100", "timm.ghostnet_100", "timm.lcnet_100", "timm.hgnetv2_b0"),
 ]
 TORCH, PADDLE = {"bn1.running_mean": np.zeros(1)}, {"bn1._mean": np.zeros(1)}
 NAMES = "torchvision, timm, paddle.vision"

@@ -381,7 +381,7 @@ def test_resumed_training_uses_bn_statistics_of_its_own_rank(args, run, monkeypa
         np.testing.assert_array_equal(variable("batch_norm_2.w_1"), own["batch_norm_2.w_1"])
 
 
-def test_checkpoint_has_state_of_current_stage(args, run, monkeypatch):
+def test_checkpoint_has_state_of_current_stage(args, run, monkeypatch, shard):
     """In stages with frozen layers, fewer BN statistics differ between processes."""
     saver, _, _ = run
     _, _, fetchs, _, main = build(args.copy(freeze=("stem",)))
@@ -390,7 +390,7 @@ def test_checkpoint_has_state_of_current_stage(args, run, monkeypatch):
     fetchs["loss"][1].update(np.float32(1.5), 3)
     saver.follow(loader, fetchs, main)
     monkeypatch.setattr(exchange, "gather", packed.append)
-    monkeypatch.setattr(processes, "rank", lambda: 1)
+    shard(rank=1)
     saver.save(4, 2)
     state, statistics = saver_module._unpack(packed[0])
     assert state["loader"]["step"] == 7
@@ -399,7 +399,7 @@ def test_checkpoint_has_state_of_current_stage(args, run, monkeypatch):
     # After an epoch, the statistics of all processes are the same. Those of rank 0 are in the file of the parameters.
     saver.save(4, 10, {"loss": 1.5})
     saver.save(4)
-    monkeypatch.setattr(processes, "rank", lambda: 0)
+    shard(rank=0)
     monkeypatch.setattr(exchange, "gather", lambda data: packed.append(data) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         saver.save(5, 2)
@@ -460,11 +460,11 @@ def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, saved
     assert folders.read_meta(new.folder)["run"] != folders.read_meta(saver.folder)["run"]
 
 
-def test_save_on_error_saves_only_with_single_process(run, monkeypatch, capsys):
+def test_save_on_error_saves_only_with_single_process(run, monkeypatch, shard, capsys):
     saver, _, _ = run
     monkeypatch.setattr(exchange, "gather", lambda data: [data])
     monkeypatch.setattr(exchange, "all_gather", lambda values: np.array([values, values]))  # equal ranks
-    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    shard(world_size=2)
     saver.save_on_error(RuntimeError(), 4, 10, {"loss": 1.5})
     assert saver.folder is None
     with pytest.raises(signals.Preempted, match="; continue with the same command and --resume"):
@@ -517,7 +517,7 @@ def test_position_within_a_step_is_rejected():
         restore_run(restore.StartCheckpoint("DIR", 2, 4, meta, True), SimpleNamespace(timeline=timeline), {})
 
 
-def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, capsys):
+def test_different_number_of_processes_triggers_warning(args, run, shard, capsys):
     saver, _, _ = run
     saver.save(0)
     saver.finish()
@@ -527,11 +527,11 @@ def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, 
     output = capsys.readouterr()
     assert "learning rate" not in output.err
     assert output.out.endswith(f"loaded {saver.folder}: continuing with epoch 1\n")
-    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    shard(world_size=2)
     restore_run(checkpoint, schedule, fetchs)
     warning = "written by 1 process, but this run has 2, so the global batch size and the peak learning rate change"
     assert warning in capsys.readouterr().err
-    monkeypatch.setattr(processes, "world_size", lambda: 1)
+    shard(world_size=1)
     for changes in ({}, {"paddle_version": "2.5.0"}):  # older checkpoints do not contain the version
         meta = {name: value for name, value in checkpoint.meta.items() if name != "paddle_version"} | changes
         restore_run(dataclasses.replace(checkpoint, meta=meta), schedule, fetchs)

@@ -3,10 +3,9 @@
 from helpers import write_checkpoint
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.checkpoints.start import StartCheckpoint
-from paddle_resnet.job import processes
 
 
-def test_properties_of_start_checkpoint(monkeypatch):
+def test_properties_of_start_checkpoint(shard):
     metrics = {"top1": 0.5}
     meta = {"steps_each_epoch": 3, "trained": metrics, "evaluations_since_best": 2, "lr_scheduler": {"last_epoch": 6}}
     meta["ranks"] = [{"loader": "first"}, {"loader": "second"}]
@@ -15,7 +14,7 @@ def test_properties_of_start_checkpoint(monkeypatch):
         return StartCheckpoint("DIR", 4, step, meta, resumes)
 
     for rank, state in ((0, "first"), (1, "second"), (5, "second")):
-        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        shard(rank=rank)
         assert start(2).loader_state == state
     assert start(2, resumes=False).loader_state is None
     assert [start(step).is_inside for step in (0, 2, 3)] == [False, True, False]

@@ -19,6 +19,8 @@ AXES = {
         "MobileNetV2": ["--model-arch-name", "MobileNetV2"],
         "MobileNetV3_Small": ["--model-arch-name", "MobileNetV3_Small"],
         "GhostNet": ["--model-arch-name", "GhostNet"],
+        "PPLCNet_x1_0": ["--model-arch-name", "PPLCNet_x1_0"],
+        "PPHGNetV2_B0": ["--model-arch-name", "PPHGNetV2_B0"],
         "EfficientNet_Lite0": ["--model-arch-name", "EfficientNet_Lite0"],
         "own file": ["--model-arch-name", "{files}/network.py:Net"],
     },

@@ -289,6 +289,7 @@ class Row:
         if "--int8" in flags:
             flags = ["--onnx"] if self.values["qat"] == "on" else [*flags, "--calibrate", root]
         network = ["--model-arch-name", self.arch] if ":" in self.arch else []
+        flags += ["--safetensors"] if self.values["qat"] == "off" else []
         if self.values["format"] != "synthetic":
             flags += ["--verify", root]
         flags += ["--allow-outside"] if "--allow-outside" in images else []

@@ -41,7 +41,7 @@ PAIRS = [
     Pair("format", ("synthetic",), "page", ("on",), ("--report-html", "--data-format synthetic")),
     Pair("shape", ("not square",), "sizes", _all_but("sizes", "one"), ("--sizes", "--image-shape")),
     # paddle_resnet/components/dropout.py
-    Pair("network", ("own file",), "drop path", ("on",), ("--drop-path", "--model-arch-name")),
+    Pair("network", ("PPLCNet_x1_0", "own file"), "drop path", ("on",), ("--drop-path", "--model-arch-name")),
     # paddle_resnet/data/loader.py
     Pair("format", RECORDS, "balanced sampling", ("on",), ("--balanced-sampling", "data format is")),
     Pair("format", RECORDS, "class weights", ("balanced",), ("--class-weights", "data format is")),

@@ -16,7 +16,7 @@ from paddle.static.amp import fp16_utils
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
 from helpers import build, random_batches, variable
-from paddle_resnet import graph, models, program
+from paddle_resnet import graph, program
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.components import optimizer, precision, sparsity
 from paddle_resnet.models import layers, loss_head
@@ -219,9 +219,9 @@ def test_listed_variables_remain_in_float32(monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_amp_normalizes_weight_of_self_attention_in_float32(parse, monkeypatch, gpu_lists, level):
+def test_amp_normalizes_weight_of_self_attention_in_float32(parse, register, gpu_lists, level):
     network = partial(ResNet, BottleneckBlock, (1,), width=8, self_attention=True)
-    monkeypatch.setitem(models.MODELS, "Tiny", network)
+    register("Tiny", network)
     args = parse("--dali-output-fp16", *NHWC)
     args.amp, args.amp_dtype, args.amp_level, args.scale_loss = True, "float16", level, 128.0
     main = static.Program()

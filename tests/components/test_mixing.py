@@ -9,7 +9,7 @@ from paddle import static
 
 from conftest import NHWC, assert_one_error, frozen
 from helpers import random_batches
-from paddle_resnet import models, program
+from paddle_resnet import program
 from paddle_resnet.components import mixing
 from paddle_resnet.job import processes
 from paddle_resnet.models import layers
@@ -209,8 +209,8 @@ def test_invalid_values_are_rejected(run_train, capsys, flags, message):
     assert_one_error(capsys.readouterr().err, [message])
 
 
-def test_drop_path_without_residual_blocks_is_an_error(run_train, monkeypatch, capsys):
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (), width=8))
+def test_drop_path_without_residual_blocks_is_an_error(run_train, register, capsys):
+    register("Tiny", partial(ResNet, BottleneckBlock, (), width=8))
     assert run_train("--drop-path", "0.1")[0] == 2
     expected = ["--drop-path 0.1: --model-arch-name Tiny has no", "remove --drop-path"]
     assert_one_error(capsys.readouterr().err, expected)

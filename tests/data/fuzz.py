@@ -39,7 +39,7 @@ from paddle_resnet.utils.mode import Mode
 LIMIT_S = 60
 IMAGES = 12  # number of images in each split
 FLAGS = "--num-of-class 3 --image-shape 3,16,16 --crop-size 16 --resize-short 16 --device cpu --batch-size 1 "
-FLAGS += "--dali-num-threads 1 --dali-prefetch 1 --show-config false"
+FLAGS += "--dali-num-threads 1 --dali-prefetch 1 --show-config false --kernels paddle"
 INTEGERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 NUMBERS = ["-1", "0", "3", "511", "512", "2147483648", "9223372036854775807", "9" * 30, "9" * 5000, "1e3", "nan", ""]
 

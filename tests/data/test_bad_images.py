@@ -46,11 +46,11 @@ def test_stream_without_descriptor(tmp_path):
     ],
 )
 def test_undecodable_image_is_reported_with_full_relative_path(
-    photos, parse, tmp_path, monkeypatch, data_format, name, bytes_left
+    photos, parse, tmp_path, work_in, data_format, name, bytes_left
 ):
     if data_format == "parquet" and not bytes_left:
         pytest.skip("rows without content are rejected when they are read")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     shutil.copytree(photos, "data/z")
     image = tmp_path / "data/z/train/class0/00.jpg"
     image.write_bytes(image.read_bytes()[:bytes_left])
@@ -110,7 +110,7 @@ def write_records(root, images, data_format, bad):
             ("tfrecord", label, "one number in image/class/label, but the features are")
             for label in TFRECORD_LABELS.values()
         ),
-        ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels; this program trains one label per im"),
+        ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels, but only --multi-label reads more"),
         ("lmdb", {"encoded": True}, ""),
     ],
     ids=[*TFRECORD_LABELS, "three labels", "LMDB without label"],

@@ -84,10 +84,10 @@ def test_last_synthetic_batch_has_the_remaining_images():
         assert loader.state() == {"conditions": {"number of images": 12}, "step": 0}
 
 
-def test_every_rank_has_its_own_synthetic_batch(parse, monkeypatch):
+def test_every_rank_has_its_own_synthetic_batch(parse, shard):
     args, batches = parse("--data-format", "synthetic"), []
     for rank in (0, 1):
-        monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda rank=rank: rank)
+        shard(rank=rank)
         batches.append(arrays(next(dali.build_dataloader(args, Mode.TRAIN))[0]))
     assert not np.array_equal(batches[0]["data"], batches[1]["data"])
 

@@ -203,8 +203,8 @@ def test_separators_of_class_names(tmp_path, separated, expected):
 
 INVALID_TABLES = {
     "": "the first line is ''",
-    "image\n1.jpg\n": "write the names of the columns",
-    "image,a,a\n1.jpg,0,1\n": "for different classes",
+    "image\n1.jpg\n": "write different names of columns",
+    "image,a,a\n1.jpg,0,1\n": "write different names",
     "image,a,b\n1.jpg,0\n": "row 2 has 2 cells",
     "image,a,b\n1.jpg,0,-1\n": "row 2 has '-1' in a column for a class",
     "image,a\n1.jpg,0\n": "the column a contains only 0 and 1",
@@ -248,7 +248,7 @@ def test_faults_of_data_set_are_errors(roots, tmp_path):
     root = shutil.copytree(roots["csv"], tmp_path / "root")
     check("--num-of-class 2: fewer than the 3 classes", num_of_class=2)
     (root / "train.jsonl").touch()
-    check("train.jsonl exists, too")
+    check("train.jsonl also contains the labels")
     (root / "train.jsonl").unlink()
     (root / "val.csv").write_text("image,blue,green,red,new\nval/00.png,0,0,0,1\n")
     check("the class new is not one of the 3 classes", Mode.EVAL)
@@ -277,7 +277,7 @@ def test_invalid_labels_of_records_are_errors(tmp_path):
         root.mkdir()
         multi_label_data.write_records(root, "train", [[2], row], [b"image"] * 2)
         (root / "classes.txt").write_text("a\nb\nc\n")
-        with pytest.raises(UsageError, match="store the numbers of the classes, from 0 to 2"):
+        with pytest.raises(UsageError, match="store class numbers from 0 to 2, -1 for"):
             DataRoot(root, is_multi_label=True).open(Mode.TRAIN, 3, 0)
 
 

@@ -131,25 +131,30 @@ def test_root_without_splits_is_an_error(photos, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["root/train", "root/train/", "root/val", "."])
-def test_data_set_one_level_away_is_suggested(photos, tmp_path, monkeypatch, wrong):
+def test_data_set_one_level_away_is_suggested(photos, tmp_path, work_in, wrong):
     shutil.copytree(photos, tmp_path / "root")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     expected = "./root" if wrong == "." else "root"
     assert error_of(wrong, Mode.TRAIN) == f"--image-root {wrong}: has no folder train/; use {expected}"
+
+
+def put_image(split):
+    (split / "cat").mkdir(parents=True)
+    (split / "cat/0.jpg").touch()
 
 
 def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     for name in ("a b", "c", ".hidden"):
         for mode in Mode:
-            (tmp_path / name / mode.value).mkdir(parents=True)
-    (tmp_path / "incomplete/train").mkdir(parents=True)
+            put_image(tmp_path / name / mode.value)
+    put_image(tmp_path / "incomplete/train")
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=True))
     assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c")
     for name in "de":  # the message contains at most three data sets
         shutil.copytree(tmp_path / "c", tmp_path / name)
     assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c or {tmp_path}/d")
-    (tmp_path / "c/val").rmdir()
+    shutil.rmtree(tmp_path / "c/val")
     split = (
         f"split {tmp_path}/c/train --output {tmp_path}/c_split` and use --image-root {tmp_path}/c_split, or use only"
     )
@@ -158,7 +163,7 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     assert error_of(".").endswith("; use ..")
     monkeypatch.chdir(tmp_path / "a b")
     assert error_of("train").endswith("; use .")
-    (tmp_path / "a b/train").rmdir()
+    shutil.rmtree(tmp_path / "a b/train")
     message = "has no folder train/; create it, or use only val/ with --run-scope eval_only"
     assert error_of(tmp_path / "a b", Mode.TRAIN) == f"--image-root {tmp_path}/a b: {message}"
 
@@ -473,10 +478,10 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
-def test_suggested_split_command_runs_as_printed(photos, tmp_path, monkeypatch, names):
+def test_suggested_split_command_runs_as_printed(photos, tmp_path, work_in, names):
     root = tmp_path / "my photos"
     shutil.copytree(photos / "train", root / "train" if names == "train" else root)
-    monkeypatch.chdir(root)
+    work_in(root)
     command, new_root = re.search(
         r"run `\S*python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", error_of(".")
     ).groups()
@@ -667,7 +672,7 @@ def test_warning_about_ignored_files_lists_some_classes_and_kinds(capsys):
     assert r"1 .8 (c 1; for example c/f\n) and 1 more; images must be in" in warning
 
 
-def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, monkeypatch):
+def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, work_in):
     os.symlink(photos, os.path.join(os.fsencode(tmp_path), b"bild\xe9r"))
     [root] = os.listdir(tmp_path)
     root = os.path.join(tmp_path, root)
@@ -676,7 +681,7 @@ def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, monkeypatch):
             read(root)
     folder = os.path.join(os.fsencode(tmp_path), b"\xe9")
     os.mkdir(folder)
-    monkeypatch.chdir(folder)
+    work_in(folder)
     with pytest.raises(UsageError, match="--image-root '.': the path is not valid UTF-8; rename the folder"):
         layout.check_root(".")
 
@@ -815,8 +820,8 @@ def test_skip_list_may_name_records_of_an_lmdb(tmp_path):
         ("/b", True),
     ],
 )
-def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, monkeypatch, name, is_outside):
-    monkeypatch.chdir(tmp_path)
+def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, work_in, name, is_outside):
+    work_in(tmp_path)
     for path in (name, os.path.join(tmp_path / "root", name)):
         assert images.is_outside(path, "root") == images.is_outside(path, f"{tmp_path}/x/../root") == is_outside
     (tmp_path / "root/val").mkdir(parents=True)

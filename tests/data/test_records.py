@@ -80,7 +80,7 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
             read_label(tfrecord, str(tmp_path / "two"), 0, os.path.getsize(tmp_path / "two"))
 
     (tmp_path / "flagged").write_bytes(recordio.encode(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
-    with pytest.raises(UsageError, match=r"flagged: the record at byte 0 has 2 labels; this program trains one label "):
+    with pytest.raises(UsageError, match=r"flagged: the record at byte 0 has 2 labels, but only --multi-label "):
         read_label(recordio, str(tmp_path / "flagged"), 0, 0)
 
     (tmp_path / "text").write_bytes(b"no record")

@@ -19,16 +19,6 @@ from paddle_resnet.utils.mode import Mode
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 
 
-@pytest.fixture
-def classes(tmp_path):
-    """Create class folders, and return their root."""
-    for split, first in (("train", 0), ("val", 10)):
-        for k in range(3):
-            for i in range(first, first + 3):
-                put(tmp_path / f"classes/{split}/c{k}/{i}.jpg", image(k, i))
-    return tmp_path / "classes"
-
-
 def check(root):
     """Obey the error message, and check that training can then read both splits."""
     message = error_of_training(root)
@@ -40,9 +30,9 @@ def check(root):
     return message
 
 
-def test_nearly_right_names_of_tar_shards(classes, tmp_path):
+def test_nearly_right_names_of_tar_shards(colored, tmp_path):
     root = tmp_path / "x y"
-    data_files.write(classes, root, "webdataset")
+    data_files.write(colored, root, "webdataset")
     (root / "convert.json").unlink()
     (root / "train-000000.tar").rename(root / "train.tar")
     (root / "val-000000.tar").rename(root / "val.tar")
@@ -59,17 +49,17 @@ def test_archives_of_class_folders(tmp_path, prefix):
     assert "it contains train.tar, val.tar, whose name" in check(tmp_path / "x")
 
 
-def test_class_folders_in_a_folder_of_images(classes, tmp_path):
-    shutil.copytree(classes / "train", tmp_path / "x/images")
+def test_class_folders_in_a_folder_of_images(colored, tmp_path):
+    shutil.copytree(colored / "train", tmp_path / "x/images")
     message = check(tmp_path / "x")
     assert "it contains images/c0/, images/c1/, images/c2/: class folders one level too deep; run `" in message
     assert dataset.main(["split", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
 
 
-def test_nested_class_folders(classes, tmp_path):
+def test_nested_class_folders(colored, tmp_path):
     for split in ("train", "val"):
         for k in range(3):
-            shutil.copytree(classes / split / f"c{k}", tmp_path / "x" / split / "ab"[k % 2] / f"c{k}")
+            shutil.copytree(colored / split / f"c{k}", tmp_path / "x" / split / "ab"[k % 2] / f"c{k}")
     message = error_of_training(tmp_path / "x")
     assert "it contains train/a/c0/, train/a/c2/, train/b/c1/: class folders one level too deep; run `" in message
     imported = obey(message)
@@ -82,31 +72,31 @@ def test_nested_class_folders(classes, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["", "train", "val"])
-def test_images_outside_class_folders_are_counted(classes, folder):
-    root = classes / folder
+def test_images_outside_class_folders_are_counted(colored, folder):
+    root = colored / folder
     if folder == "":
-        shutil.rmtree(classes / "train")
-        shutil.rmtree(classes / "val")
+        shutil.rmtree(colored / "train")
+        shutil.rmtree(colored / "val")
     else:
         shutil.rmtree(root)
     for i in range(7):
         put(root / f"{i}.jpg", image(0, i))
     names = ", ".join(f"{folder}/{i}.jpg".lstrip("/") for i in range(5))
     found = f"7 images outside class folders ({names} and 2 more); put the images into one folder per class"
-    message = error_of_training(classes)
+    message = error_of_training(colored)
     assert f"it contains {found}" in message
     for i in range(7):
         target = root / ("." if folder else "train") / f"c{i % 3}"
         target.mkdir(parents=True, exist_ok=True)
         (root / f"{i}.jpg").rename(target / f"{i}.jpg")
-    assert len(DataRoot(classes).images(Mode.EVAL if folder == "val" else Mode.TRAIN)[1]) in (7, 9)
+    assert len(DataRoot(colored).images(Mode.EVAL if folder == "val" else Mode.TRAIN)[1]) in (7, 9)
 
 
 @pytest.mark.parametrize("name", ["valid", "validation", "test"])
-def test_validation_folder_without_class_folders_is_not_renamed(classes, name):
-    shutil.rmtree(classes / "val")
-    put(classes / name / "x.jpg", image(0))
-    message = error_of_training(classes)
+def test_validation_folder_without_class_folders_is_not_renamed(colored, name):
+    shutil.rmtree(colored / "val")
+    put(colored / name / "x.jpg", image(0))
+    message = error_of_training(colored)
     assert "has no folder val/" in message and "rename" not in message
 
 
@@ -118,7 +108,7 @@ def test_validation_folder_without_class_folders_is_not_renamed(classes, name):
         ([f"{i}.beton" for i in range(9)], "0.beton, 1.beton, 2.beton, 3.beton, 4.beton and 4 more: files of FFCV"),
     ],
 )
-def test_files_of_other_programs_are_named(classes, tmp_path, capsys, names, what):
+def test_files_of_other_programs_are_named(colored, tmp_path, capsys, names, what):
     for name in names:
         put(tmp_path / "x" / name, b"x")
     message = error_of_training(tmp_path / "x")
@@ -128,32 +118,32 @@ def test_files_of_other_programs_are_named(classes, tmp_path, capsys, names, wha
     assert what in capsys.readouterr().out
     assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
     assert what in capsys.readouterr().err
-    shutil.copytree(classes, tmp_path / "x", dirs_exist_ok=True)
+    shutil.copytree(colored, tmp_path / "x", dirs_exist_ok=True)
     assert colors_match(DataRoot(tmp_path / "x").images(Mode.EVAL)[1])
 
 
-def test_class_folders_that_differ_only_in_case(classes):
-    (classes / "val/c1").rename(classes / "val/C1")
-    assert "val/C1 has no train/C1; the class is c1: run `mv" in check(classes)
-    (classes / "val/C1").mkdir()
-    assert error_of_training(classes).endswith("val/C1 has no train/C1; add it, or remove val/C1")
+def test_class_folders_that_differ_only_in_case(colored):
+    (colored / "val/c1").rename(colored / "val/C1")
+    assert "val/C1 has no train/C1; the class is c1: run `mv" in check(colored)
+    (colored / "val/C1").mkdir()
+    assert error_of_training(colored).endswith("val/C1 has no train/C1; add it, or remove val/C1")
 
 
-def test_list_of_a_different_program_next_to_class_folders(classes):
-    put(classes / "train.txt", "some notes\n")
-    assert error_of_training(classes).endswith("correct it, or remove the list to use the class folders in train/")
-    (classes / "train.txt").unlink()
-    put(classes / "convert.json", "[]")
-    assert colors_match(DataRoot(classes).images(Mode.TRAIN)[1])
+def test_list_of_a_different_program_next_to_class_folders(colored):
+    put(colored / "train.txt", "some notes\n")
+    assert error_of_training(colored).endswith("correct it, or remove the list to use the class folders in train/")
+    (colored / "train.txt").unlink()
+    put(colored / "convert.json", "[]")
+    assert colors_match(DataRoot(colored).images(Mode.TRAIN)[1])
 
 
-def test_class_folders_are_not_taken_for_other_layouts(classes, tmp_path, capsys):
-    assert sniffer.look(classes) == []
-    assert dataset.main(["import", str(classes), "--list"]) == 0
+def test_class_folders_are_not_taken_for_other_layouts(colored, tmp_path, capsys):
+    assert sniffer.look(colored) == []
+    assert dataset.main(["import", str(colored), "--list"]) == 0
     problem = "not a data set to import; if its splits contain class folders, use --image-root"
-    assert f"{classes}: {problem} {classes}" in capsys.readouterr().out
-    assert dataset.main(["import", str(classes), "--output", str(tmp_path / "imported")]) == 2
-    assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {classes}: {problem} {classes}\n"
+    assert f"{colored}: {problem} {colored}" in capsys.readouterr().out
+    assert dataset.main(["import", str(colored), "--output", str(tmp_path / "imported")]) == 2
+    assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {colored}: {problem} {colored}\n"
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,6 @@ from paddle_resnet.utils.mode import Mode
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 
 
-@pytest.fixture
-def classes(tmp_path):
-    """Create class folders, and return their root."""
-    for split, first in (("train", 0), ("val", 10)):
-        for k in range(3):
-            for i in range(first, first + 3):
-                put(tmp_path / f"classes/{split}/c{k}/{i}.jpg", image(k, i))
-    return tmp_path / "classes"
-
-
 def shown(root, capsys):
     """Open both splits of a data set, check their labels, and return what the log calls them."""
     found = []
@@ -50,11 +40,11 @@ def shown(root, capsys):
     "names",
     [("train", "valid"), ("train", "validation"), ("Training", "Testing"), ("TRAIN", "test"), ("train", "dev")],
 )
-def test_class_folders_with_other_names(classes, capsys, names):
+def test_class_folders_with_other_names(colored, capsys, names):
     for old, new in zip(("train", "val"), names, strict=True):
-        (classes / old).rename(classes / new)
-    assert shown(classes, capsys) == [f"{name}/ (folder)" for name in names]
-    assert DataRoot(classes).listed(Mode.EVAL)[0].name == f"{names[1]}/c0/10.jpg"
+        (colored / old).rename(colored / new)
+    assert shown(colored, capsys) == [f"{name}/ (folder)" for name in names]
+    assert DataRoot(colored).listed(Mode.EVAL)[0].name == f"{names[1]}/c0/10.jpg"
 
 
 RECORDS = [
@@ -83,9 +73,9 @@ RECORDS = [
 
 
 @pytest.mark.parametrize(("data_format", "names"), [case for case in RECORDS if case[0] in data_files.FORMATS])
-def test_record_files_with_other_names(classes, tmp_path, capsys, data_format, names):
+def test_record_files_with_other_names(colored, tmp_path, capsys, data_format, names):
     root = tmp_path / "x y"
-    data_files.write(classes, root, data_format)
+    data_files.write(colored, root, data_format)
     (root / "convert.json").unlink(missing_ok=True)
     for name, other in names.items():
         (root / name).rename(root / other)
@@ -95,8 +85,8 @@ def test_record_files_with_other_names(classes, tmp_path, capsys, data_format, n
     assert shown(root, capsys) == [f"{name}{slash} ({data_format})" for name in names.values()]
 
 
-def test_only_the_first_of_several_shards_is_logged(classes, tmp_path, capsys):
-    convert.convert(classes, tmp_path / "x", "webdataset", shards=3, workers=1)
+def test_only_the_first_of_several_shards_is_logged(colored, tmp_path, capsys):
+    convert.convert(colored, tmp_path / "x", "webdataset", shards=3, workers=1)
     open_split(str(tmp_path / "x"), "auto", Mode.TRAIN, None, 0)
     assert "the train split is train-000000.tar and 2 more (webdataset)" in capsys.readouterr().out
 
@@ -115,59 +105,59 @@ def images(root, split):
 @pytest.mark.parametrize(
     ("pattern", "base"), [("{}_list.txt", ""), ("{}_list.txt", "{}"), ("meta/{}.txt", "{}"), ("{}.txt", "{}")]
 )
-def test_lists_of_images_that_are_not_in_class_folders(classes, capsys, pattern, base, names):
+def test_lists_of_images_that_are_not_in_class_folders(colored, capsys, pattern, base, names):
     """The lists of PaddleClas are relative to the data set, those of MMPretrain and Caffe to the folders of the
     splits."""
     lines = {}
     for split in ("train", "val"):
         lines[split] = []
-        for path in images(classes, split):
+        for path in images(colored, split):
             name = f"{path.parent.name}_{path.name}"
-            path.rename(classes / split / name)
+            path.rename(colored / split / name)
             prefix = "" if base else f"{split}/"
             lines[split].append(f"{prefix}{name} {path.parent.name[1]}\n")
             if not any(path.parent.iterdir()):
                 path.parent.rmdir()
-        put(classes / pattern.format(split), "".join(lines[split]))
+        put(colored / pattern.format(split), "".join(lines[split]))
     if names:
-        put(classes / names[0], names[1])
-    assert shown(classes, capsys) == [f"{pattern.format(split)} (filelist)" for split in ("train", "val")]
+        put(colored / names[0], names[1])
+    assert shown(colored, capsys) == [f"{pattern.format(split)} (filelist)" for split in ("train", "val")]
     is_read = names and pattern != "{}.txt"  # only lists of other programs have names in their files
-    assert DataRoot(classes).numbering(Mode.TRAIN).class_names == (["x", "y", "z"] if is_read else None)
+    assert DataRoot(colored).numbering(Mode.TRAIN).class_names == (["x", "y", "z"] if is_read else None)
 
 
-def test_list_takes_precedence_if_validation_images_are_not_in_class_folders(classes, capsys):
+def test_list_takes_precedence_if_validation_images_are_not_in_class_folders(colored, capsys):
     """PaddleClas, ImageNet: the labels of both splits must come from the lists."""
-    write_lists(classes, "{}_list.txt")
-    assert shown(classes, capsys) == ["train/ (folder)", "val/ (folder)"]
-    DataRoot(classes).format(Mode.TRAIN)
-    for path in images(classes, "val"):
-        path.rename(classes / "val" / f"{path.parent.name}{path.name}")
-    for folder in (classes / "val").glob("c*/"):
+    write_lists(colored, "{}_list.txt")
+    assert shown(colored, capsys) == ["train/ (folder)", "val/ (folder)"]
+    DataRoot(colored).format(Mode.TRAIN)
+    for path in images(colored, "val"):
+        path.rename(colored / "val" / f"{path.parent.name}{path.name}")
+    for folder in (colored / "val").glob("c*/"):
         folder.rmdir()
-    text = (classes / "val_list.txt").read_text()
-    (classes / "val_list.txt").write_text(text.replace("/c0/", "/c0").replace("/c1/", "/c1").replace("/c2/", "/c2"))
-    assert shown(classes, capsys) == ["train_list.txt (filelist)", "val_list.txt (filelist)"]
+    text = (colored / "val_list.txt").read_text()
+    (colored / "val_list.txt").write_text(text.replace("/c0/", "/c0").replace("/c1/", "/c1").replace("/c2/", "/c2"))
+    assert shown(colored, capsys) == ["train_list.txt (filelist)", "val_list.txt (filelist)"]
 
 
-def test_list_next_to_class_folders_is_logged_and_can_be_chosen(classes, tmp_path, capsys):
-    write_lists(classes, "{}_list.txt")
-    DataRoot(classes).format(Mode.TRAIN)
+def test_list_next_to_class_folders_is_logged_and_can_be_chosen(colored, tmp_path, capsys):
+    write_lists(colored, "{}_list.txt")
+    DataRoot(colored).format(Mode.TRAIN)
     ignored = "train_list.txt in {} is ignored, because all splits consist of class folders; to use it, set {}"
-    assert ignored.format(classes, "--data-format filelist") in capsys.readouterr().out
-    open_split(str(classes), "filelist", Mode.TRAIN, None, 0)  # obey the message
+    assert ignored.format(colored, "--data-format filelist") in capsys.readouterr().out
+    open_split(str(colored), "filelist", Mode.TRAIN, None, 0)  # obey the message
     assert "the train split is train_list.txt (filelist)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_labels_are_numbered_from_the_first_number_in_a_file_of_names(classes, capsys, first):
-    (classes / "train").rename(classes / "images")
+def test_labels_are_numbered_from_the_first_number_in_a_file_of_names(colored, capsys, first):
+    (colored / "train").rename(colored / "images")
     for split, root in (("train", "images"), ("val", "val")):
-        lines = [f"{path.relative_to(classes)} {int(path.parent.name[1]) + first}\n" for path in images(classes, root)]
-        put(classes / f"{split}_list.txt", "".join(lines))
-    put(classes / "label_list.txt", "".join(f"{k + first} name{k}\n" for k in range(3)))
+        lines = [f"{path.relative_to(colored)} {int(path.parent.name[1]) + first}\n" for path in images(colored, root)]
+        put(colored / f"{split}_list.txt", "".join(lines))
+    put(colored / "label_list.txt", "".join(f"{k + first} name{k}\n" for k in range(3)))
     for mode in Mode:
-        numbers, found = DataRoot(classes).images(mode)
+        numbers, found = DataRoot(colored).images(mode)
         assert numbers.class_names == ["name0", "name1", "name2"]
         assert colors_match(found)
     assert ("numbers the classes from 1, so 1 is subtracted" in capsys.readouterr().out) == bool(first)
@@ -189,11 +179,11 @@ def test_labels_are_numbered_from_the_first_number_in_a_file_of_names(classes, c
     ],
     ids=["val and validation", "case", "lists", "records"],
 )
-def test_split_with_several_names_is_an_error(classes, tmp_path, make, names):
-    root = classes
+def test_split_with_several_names_is_an_error(colored, tmp_path, make, names):
+    root = colored
     if names[1].endswith(".rec"):
         root = tmp_path / "x"
-        convert.convert(classes, root, "recordio", workers=1)
+        convert.convert(colored, root, "recordio", workers=1)
     make(root)
     split = "val" if names[0].lower().startswith("val") else "train"
     message = error_of_training(root)
@@ -209,34 +199,34 @@ def test_split_with_several_names_is_an_error(classes, tmp_path, make, names):
         assert colors_match(DataRoot(root).images(mode)[1])
 
 
-def test_split_in_several_formats_names_the_flag(classes, tmp_path, capsys):
-    convert.convert(classes, tmp_path / "x", "recordio", workers=1)
+def test_split_in_several_formats_names_the_flag(colored, tmp_path, capsys):
+    convert.convert(colored, tmp_path / "x", "recordio", workers=1)
     for file in (tmp_path / "x").glob("*.rec"):
-        file.rename(classes / f"caltech_{file.name}")
+        file.rename(colored / f"caltech_{file.name}")
     message = (
         "contains the train split as recordio (caltech_train.rec) and folder (train/); choose one with --data-format"
     )
-    assert message in error_of_training(classes)
+    assert message in error_of_training(colored)
     for data_format in ("recordio", "folder"):  # obey the message
-        open_split(str(classes), data_format, Mode.TRAIN, None, 0)
+        open_split(str(colored), data_format, Mode.TRAIN, None, 0)
         assert f"({data_format})" in capsys.readouterr().out
 
 
-def test_test_split_is_read_only_without_a_validation_split(classes, capsys):
-    shutil.copytree(classes / "val", classes / "test")
-    assert shown(classes, capsys)[1] == "val/ (folder)"
-    shutil.rmtree(classes / "val")
-    assert shown(classes, capsys)[1] == "test/ (folder)"
+def test_test_split_is_read_only_without_a_validation_split(colored, capsys):
+    shutil.copytree(colored / "val", colored / "test")
+    assert shown(colored, capsys)[1] == "val/ (folder)"
+    shutil.rmtree(colored / "val")
+    assert shown(colored, capsys)[1] == "test/ (folder)"
 
 
 @pytest.mark.parametrize("name", ["test", "validation", "eval"])
 @pytest.mark.parametrize("content", ["x.jpg", "images/x.jpg", "a/b/x.jpg", "a/x.txt"])
-def test_folder_without_class_folders_is_not_a_split(classes, name, content):
-    (classes / "val").rename(classes / "kept")
-    put(classes / name / content, image(0))
-    assert f"--image-root {classes}: has no folder val/; " in error_of_training(classes)
-    (classes / "kept").rename(classes / "val")
-    assert colors_match(DataRoot(classes).images(Mode.EVAL)[1])
+def test_folder_without_class_folders_is_not_a_split(colored, name, content):
+    (colored / "val").rename(colored / "kept")
+    put(colored / name / content, image(0))
+    assert f"--image-root {colored}: has no folder val/; " in error_of_training(colored)
+    (colored / "kept").rename(colored / "val")
+    assert colors_match(DataRoot(colored).images(Mode.EVAL)[1])
 
 
 @pytest.mark.parametrize(
@@ -319,11 +309,11 @@ def test_new_validation_split_of_a_resumed_run_is_a_warning(run_train, photos, r
     assert "the validation split is test/ (folder) and was val/" in "".join(capsys.readouterr())
 
 
-def test_second_process_reads_the_other_half(parse, renamed, monkeypatch):
-    monkeypatch.setattr(dali.loader.processes, "world_size", lambda: 2)
+def test_second_process_reads_the_other_half(parse, renamed, shard):
+    shard(world_size=2)
     seen = []
     for rank in range(2):
-        monkeypatch.setattr(dali.loader.processes, "rank", lambda rank=rank: rank)
+        shard(rank=rank)
         loader = dali.build_dataloader(parse("--image-root", renamed), Mode.EVAL)
         seen.append(sum(len(np.array(batch["label"])) for (batch,) in loader))
     assert seen == [11, 12]

@@ -1,5 +1,5 @@
-"""--program-representation pir: PIR programs compute what legacy programs compute. In NHWC, both use Paddle's own
-kernels, so the results are equal; in NCHW, legacy programs use oneDNN's convolutions."""
+"""--program-representation pir: PIR programs compute what legacy programs compute. In NHWC, their default layout, both
+use Paddle's own kernels, so the results are equal; in NCHW, legacy programs use oneDNN's convolutions."""
 
 import pickle
 
@@ -17,13 +17,12 @@ from paddle_resnet.utils.errors import UsageError
 only_paddle_2 = pytest.mark.skipif(compat.IS_PADDLE_3, reason="tests Paddle 2.6 only")
 only_paddle_3 = pytest.mark.skipif(not compat.IS_PADDLE_3, reason="Paddle 2.6 has no PIR programs")
 PIR, NHWC = ("--program-representation", "pir"), ("--data-layout", "NHWC", "--kernels", "paddle")
-SHORT = (*NHWC, "--iter-unit", "batch", "--num-iter", 20, "--print-interval", 1)
+SHORT = ("--iter-unit", "batch", "--num-iter", 20, "--print-interval", 1)
 REGULARIZED = (
     *("--clip-grad-norm", 0.5, "--ema", 0.8, "--lookahead", "2,0.5", "--class-weights", "balanced", "--mixup", 0.4),
     *("--cutmix", 1, "--dropout", 0.3, "--drop-path", 0.2, "--bn-momentum", 0.7, "--bn-weight-decay", "--tta", "flip"),
 )
 STAGES = (
-    *NHWC,
     "--epochs",
     4,
     "--print-interval",
@@ -74,7 +73,7 @@ def metrics(report):
 )
 def test_losses_evaluations_and_checkpoints_equal_those_of_legacy_programs(run_train, tmp_path, flags):
     reports = {}
-    for name, representation in (("legacy", ()), ("pir", PIR)):
+    for name, representation in (("legacy", NHWC), ("pir", PIR)):
         code, reports[name] = run_train(*flags, *representation, "--output-dir", tmp_path / name)
         assert code == 0
     assert len(losses(reports["pir"])) >= 20
@@ -89,8 +88,8 @@ def test_losses_evaluations_and_checkpoints_equal_those_of_legacy_programs(run_t
 @pytest.mark.parametrize("flags", [(), ("--asymmetric-loss", "4,1,0.05"), ("--asymmetric-loss", "4,0,0")])
 def test_multi_label_losses_equal_those_of_legacy_programs(run_train, tmp_path, flags):
     root, reports = multi_label_data.write(tmp_path / "data"), []
-    for name, representation in (("legacy", ()), ("pir", PIR)):
-        options = (*NHWC, "--multi-label", "--tta", "flip", *flags, *representation)
+    for name, representation in (("legacy", NHWC), ("pir", PIR)):
+        options = ("--multi-label", "--tta", "flip", *flags, *representation)
         code, report = run_train(*options, "--output-dir", tmp_path / name, image_root=root)
         assert code == 0
         reports.append(losses(report))
@@ -101,13 +100,14 @@ def test_multi_label_losses_equal_those_of_legacy_programs(run_train, tmp_path, 
 def test_losses_in_nchw_are_close_to_those_with_onednn(run_train, tmp_path):
     of = {}
     for name, representation in (("legacy", ()), ("pir", PIR)):
-        _, of[name] = run_train("--lr", 0, "--kernels", "paddle", *representation, "--output-dir", tmp_path / name)
+        flags = ("--lr", 0, "--data-layout", "NCHW", "--kernels", "paddle", *representation)
+        _, of[name] = run_train(*flags, "--output-dir", tmp_path / name)
     np.testing.assert_allclose([*losses(of["pir"]).values()], [*losses(of["legacy"]).values()], rtol=1e-5)
 
 
 @only_paddle_3
 def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, tmp_path):
-    flags = (*PIR, *NHWC, "--epochs", 3, "--ema", 0.8, "--optimizer", "AdamW", "--accumulate-steps", 2)
+    flags = (*PIR, "--epochs", 3, "--ema", 0.8, "--optimizer", "AdamW", "--accumulate-steps", 2)
     code, report = run_train(*flags)
     assert code == 0
     assert losses_with_a_stop(2, *flags, "--resume") == losses(report)
@@ -130,7 +130,7 @@ def test_run_resumes_with_other_representation(run_train, tmp_path, representati
 
 @only_paddle_3
 def test_checkpoint_is_evaluated_and_exported_with_legacy_programs(run_train, photos, tmp_path):
-    _, report = run_train(*PIR, *NHWC, "--ema", 0.8)
+    _, report = run_train(*PIR, "--ema", 0.8)
     checkpoint = tmp_path / "output/Tiny/0"
     evaluation = ("--run-scope", "eval_only", "--from-checkpoint", checkpoint)
     for representation in (PIR, ()):

@@ -52,13 +52,13 @@ class Store:
         return self.counts[key]
 
 
-def test_store_keeps_only_last_gather(monkeypatch):
+def test_store_keeps_only_last_gather(monkeypatch, shard):
     store, gathered = Store(), []
     monkeypatch.setattr(exchange, "_store", lambda: store)
-    monkeypatch.setattr(processes, "world_size", lambda: 3)
+    shard(world_size=3)
     for number in range(1, 5):
         for rank in (2, 1, 0):
-            monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+            shard(rank=rank)
             monkeypatch.setattr(exchange, "_exchanges", number)
             monkeypatch.setattr(exchange, "_last_gather", f"paddle_resnet/{number}" if number > 1 else None)
             gathered.append(exchange.gather(bytes([number, rank]) * 500))
@@ -66,18 +66,18 @@ def test_store_keeps_only_last_gather(monkeypatch):
         assert sum(len(value) for value in store.values.values()) == 2 * 2 * 1000
 
 
-def test_gather_does_not_overwrite_unread_value(monkeypatch):
+def test_gather_does_not_overwrite_unread_value(monkeypatch, shard):
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
-    monkeypatch.setattr(processes, "world_size", lambda: 2)
-    monkeypatch.setattr(processes, "rank", lambda: 1)
+    shard(world_size=2)
+    shard(rank=1)
     for name, value in (("_exchanges", 1), ("_last_gather", None)):
         monkeypatch.setattr(exchange, name, value)
     assert exchange.gather(b"first") is None
     with pytest.raises(KeyError, match="taken"):  # the real store waits instead of raising an error
         exchange.gather(b"second")
     assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
-    monkeypatch.setattr(processes, "rank", lambda: 0)
+    shard(rank=0)
     monkeypatch.setattr(exchange, "_exchanges", 1)
     assert exchange.gather(b"own") == [b"own", b"first"]
     with pytest.raises(KeyError, match="3/1"):  # rank 0 does not read a value twice
@@ -85,15 +85,14 @@ def test_gather_does_not_overwrite_unread_value(monkeypatch):
 
 
 @pytest.fixture
-def as_rank(monkeypatch):
+def as_rank(monkeypatch, shard):
     """Return a function that makes this process act as one of three ranks and returns the in-memory store of all
     three."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
-    monkeypatch.setattr(processes, "world_size", lambda: 3)
 
     def as_rank(rank):
-        monkeypatch.setattr(processes, "rank", lambda: rank)
+        shard(rank, world_size=3)
         return store
 
     return as_rank
@@ -128,7 +127,7 @@ def test_rank_0_leaves_the_job_last(as_rank, monkeypatch, rank):
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", None])
-def test_every_rank_detects_a_stop_signal_of_any_rank(as_rank, monkeypatch, signal):
+def test_every_rank_detects_a_stop_signal_of_any_rank(as_rank, monkeypatch, shard, signal):
     """Only rank 1 receives the signal."""
     asked = []
     for rank in (0, 1, 0, 2):
@@ -137,17 +136,17 @@ def test_every_rank_detects_a_stop_signal_of_any_rank(as_rank, monkeypatch, sign
         monkeypatch.setattr(exchange.signals, "received", lambda rank=rank: signal if rank == 1 else None)
         asked.append(exchange.stop_asked())
     assert asked == ([False, True, True, True] if signal else [False] * 4)
-    monkeypatch.setattr(processes, "world_size", lambda: 1)
+    shard(world_size=1)
     monkeypatch.setattr(exchange.signals, "received", lambda: signal)
     assert exchange.stop_asked() == exchange.stop_agreed() == (signal is not None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_store_is_opened_at_the_address_of_the_master(monkeypatch, rank):
+def test_store_is_opened_at_the_address_of_the_master(monkeypatch, shard, rank):
     """Other ranks wait until rank 0 serves the store. All ranks send requests without delay."""
     calls = []
     monkeypatch.setenv("PADDLE_MASTER", "host:8:55")
-    monkeypatch.setattr(processes, "rank", lambda: rank)
+    shard(rank=rank)
     monkeypatch.setattr(exchange, "_wait_for_server", lambda *address: calls.append(address))
     monkeypatch.setattr(exchange.paddle.base.core, "create_or_get_global_tcp_store", lambda: calls.append("open") or 5)
     monkeypatch.setattr(exchange, "_send_at_once", calls.append)
@@ -265,9 +264,9 @@ def test_only_store_connection_disables_nagle(host):
         assert [bool(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for c in clients] == [True, False]
 
 
-def test_store_is_read_only_every_few_steps(monkeypatch):
+def test_store_is_read_only_every_few_steps(monkeypatch, shard):
     proposals = []
-    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    shard(world_size=2)
     monkeypatch.setattr(exchange, "_polls", 0)
     monkeypatch.setattr(exchange, "_stop_step", proposals.append)
     assert not any(exchange.stop_agreed() for _ in range(2 * exchange.STOP_POLL_STEPS + 1))
@@ -276,12 +275,12 @@ def test_store_is_read_only_every_few_steps(monkeypatch):
 
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
-def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
+def test_all_ranks_stop_before_same_step(monkeypatch, shard, asked, lead):
     """Rank 1 is `lead` steps ahead of rank 0. The lead cannot exceed two steps. The keys of `asked` are the ranks that
     receive a signal; the values are the delays of the signals in steps."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
-    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    shard(world_size=2)
     for moment in range(9):
         store.__init__()
         states = {0: (0, None), 1: (0, None)}

@@ -53,10 +53,10 @@ def test_start_sets_strategy_for_device_and_layout(parse, monkeypatch, flags, is
 
 
 @pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("gpu", 2), ("cpu", 1)])
-def test_only_cpu_jobs_use_gloo(monkeypatch, device, world_size):
+def test_only_cpu_jobs_use_gloo(monkeypatch, shard, device, world_size):
     """A GPU job on several hosts reduces gradients in buckets."""
     settings, prepared, init = {}, [], fleet.CollectiveHelper._init_communicator
-    monkeypatch.setattr(fleet.processes, "world_size", lambda: world_size)
+    shard(world_size=world_size)
     monkeypatch.setattr(paddle, "set_flags", settings.update)
     monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: settings.update(strategy=strategy))
     monkeypatch.setattr(fleet.compat, "start_gloo", prepared.append)
@@ -69,11 +69,11 @@ def test_only_cpu_jobs_use_gloo(monkeypatch, device, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_only_jobs_have_monitors(monkeypatch, world_size):
+def test_only_jobs_have_monitors(monkeypatch, shard, world_size):
     started = []
     monkeypatch.setenv("PADDLE_MASTER", "host:5")
-    monkeypatch.setattr(fleet.processes, "rank", lambda: world_size - 1)
-    monkeypatch.setattr(fleet.processes, "world_size", lambda: world_size)
+    shard(rank=world_size - 1)
+    shard(world_size=world_size)
     monkeypatch.setattr(fleet.watchdog, "start", lambda *arguments: started.append(arguments))
     fleet.connect(55)
     assert started == ([(1, 2, 55, "host:5", fleet.exchange.from_rank_0)] if world_size == 2 else [])
@@ -89,19 +89,19 @@ def test_occupied_launcher_port_raises(monkeypatch):
             fleet._prepare_for_gloo()
 
 
-def test_launcher_port_is_reserved_for_paddle_server(monkeypatch):
+def test_launcher_port_is_reserved_for_paddle_server(monkeypatch, shard):
     """No other program can bind the port before Paddle's server binds it. Only rank 0 reserves the port."""
     hooks, parents = {}, []
     monkeypatch.setattr(os, "register_at_fork", lambda **functions: hooks.update(functions))
     monkeypatch.setattr(fleet.signals, "die_with_parent", parents.append)
-    monkeypatch.setattr(fleet.processes, "rank", lambda: 1)
+    shard(rank=1)
     assert fleet._prepare_for_gloo() is None
     hooks["before"]()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)  # the process ID of the child
         hooks["after_in_child"]()
     assert parents == [os.getpid()]
-    monkeypatch.setattr(fleet.processes, "rank", lambda: 0)
+    shard(rank=0)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")

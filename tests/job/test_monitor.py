@@ -452,6 +452,8 @@ def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
         assert blocked and all(thread.daemon for thread in blocked)  # the monitor can exit
         timer.cancel()
         os.close(read)
+        for thread in blocked:  # redirects the descriptor of `stream`, whose number another test could have by then
+            thread.join(60)
     with contextlib.suppress(OSError):
         stream.close()
 
@@ -514,11 +516,11 @@ def start(listener):
 
 
 @pytest.mark.parametrize("sends_bye", [False, True])
-def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
+def test_monitor_exits_with_its_rank(capfd, tmp_path, work_in, sends_bye):
     """The monitor ignores signals. The monitor also ignores modules in the working directory that have the same names
     as its imports, such as socket.py."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process, rank = start(listener)

@@ -15,12 +15,12 @@ from paddle_resnet.job import processes
 from paddle_resnet.utils.errors import UsageError
 
 
-def test_rank_and_gpu_come_from_launcher_environment(monkeypatch, parse):
+def test_rank_and_gpu_come_from_launcher_environment(environment, parse):
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (0, 1, 0)
     assert processes.local_size() == 1 and processes.is_one_host()
-    monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
-    monkeypatch.setenv("FLAGS_selected_gpus", "2,3")
+    environment(PADDLE_TRAINER_ID="3")
+    environment(PADDLE_TRAINERS_NUM="4")
+    environment(FLAGS_selected_gpus="2,3")
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (3, 4, 2)
 
 
@@ -93,9 +93,9 @@ def test_environment_of_launcher_is_valid(job_of_two):
     processes.check_environment()
 
 
-def test_environment_without_launcher_is_valid(monkeypatch):
+def test_environment_without_launcher_is_valid(environment):
     processes.check_environment()
-    monkeypatch.setenv("PADDLE_MASTER", "127.0.0.1")
+    environment(PADDLE_MASTER="127.0.0.1")
     with pytest.raises(UsageError, match=r"^PADDLE_MASTER '127\.0\.0\.1': not of the form host:port; "):
         processes.check_environment()
 
@@ -123,9 +123,9 @@ def test_launcher_may_pass_addresses_in_a_file(job_of_two, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_wrong_number_of_endpoints_raises(job_of_two, monkeypatch, count):
+def test_wrong_number_of_endpoints_raises(job_of_two, environment, count):
     value = ",".join(["127.0.0.1:1"] * count)
-    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", value)
+    environment(PADDLE_TRAINER_ENDPOINTS=value)
     message = f"^PADDLE_TRAINER_ENDPOINTS '{value}': {count} addresses for 2 processes; start"
     with pytest.raises(UsageError, match=message):
         processes.check_environment()

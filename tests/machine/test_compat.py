@@ -42,10 +42,10 @@ def test_newer_version_is_accepted_with_one_warning(version, capsys):
     )
 
 
-def test_only_rank_0_warns_of_newer_version(monkeypatch, tmp_path):
+def test_only_rank_0_warns_of_newer_version(environment, tmp_path):
     """The command of the warning is obeyed in tests/test_self_test.py."""
     (tmp_path / "sitecustomize.py").write_text("import paddle_resnet, paddle\npaddle.__version__ = '3.4.0'\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
     train = [sys.executable, *launcher, "train.py", *flags, "--output-dir", tmp_path / "output"]
@@ -69,29 +69,29 @@ def test_older_version_is_rejected(version):
         pytest.param("-m paddle_resnet.predict nosuch-model --benchmark", marks=pytest.mark.soak),
     ],
 )
-def test_command_exits_with_code_2_for_other_version(monkeypatch, tmp_path, command):
+def test_command_exits_with_code_2_for_other_version(environment, tmp_path, command):
     """Each command prints one error message, even if Paddle lacks internal modules that the supported versions have."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nimport paddle_resnet, paddle\npaddle.__version__ = '2.4.1'\nsys.modules['paddle.base'] = None\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
     done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
     assert [line for line in done.stderr.splitlines() if " error: Paddle 2.4.1: not supported" in line]
 
 
 @only_paddle_3
-def test_pir_is_rejected(train_process, monkeypatch):
-    monkeypatch.setenv("FLAGS_enable_pir_api", "1")
+def test_pir_is_rejected(train_process, environment):
+    environment(FLAGS_enable_pir_api="1")
     done = train_process("--device", "cpu", "--data-format", "synthetic")
     assert done.returncode == 2
     assert "train.py: error: FLAGS_enable_pir_api: Paddle 3." in done.stderr
 
 
 @only_paddle_3
-def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
+def test_launched_processes_use_legacy_programs(environment, tmp_path):
     """The job starts without FLAGS_enable_pir_api, which conftest has set in the test process."""
-    monkeypatch.delenv("FLAGS_enable_pir_api")
+    environment(FLAGS_enable_pir_api=None)
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
     command = [sys.executable, *launcher, "train.py", *flags, "--output-dir", tmp_path / "output"]
@@ -101,8 +101,8 @@ def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
 
 
 @only_paddle_3
-def test_legacy_programs_are_used_if_paddle_is_imported_first(monkeypatch):
-    monkeypatch.delenv("FLAGS_enable_pir_api")
+def test_legacy_programs_are_used_if_paddle_is_imported_first(environment):
+    environment(FLAGS_enable_pir_api=None)
     code = "import paddle, paddle_resnet; paddle.enable_static(); assert not paddle.framework.in_pir_mode()\n"
     code += "paddle.static.Program().clone(for_test=True)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -180,10 +180,10 @@ assert (y == images).all()
 
 
 @only_paddle_3
-def test_features_of_pir_programs(monkeypatch):
+def test_features_of_pir_programs(environment):
     """PIR programs lack some features, so the project sets FLAGS_enable_pir_api=0. If the test fails with a newer
     version, docs/paddle3.md is outdated."""
-    monkeypatch.setenv("FLAGS_enable_pir_api", "1")
+    environment(FLAGS_enable_pir_api="1")
     done = subprocess.run([sys.executable, "-c", PIR], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-1000:]
 

@@ -128,10 +128,10 @@ HIDES = "hides all GPUs; unset it, or use numbers of GPUs (0 to 1), or use --dev
         (12060, "GPU-8932f937", UNKNOWN),
     ],
 )
-def test_gpu_that_a_gpu_build_does_not_detect_is_a_warning(gpu_build, monkeypatch, capsys, version, visible, cause):
+def test_gpu_that_a_gpu_build_does_not_detect_is_a_warning(gpu_build, environment, capsys, version, visible, cause):
     gpu_build.nvmlSystemGetCudaDriverVersion = lambda: version
     if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        environment(CUDA_VISIBLE_DEVICES=visible)
     problem = f"Paddle {paddle.__version__} does not detect GPU 0{cause}"
     assert gpus.resolve("auto", 0, False) == gpus.resolve("auto", 0, False) == "cpu"
     (line,) = capsys.readouterr().err.splitlines()
@@ -143,12 +143,12 @@ def test_gpu_that_a_gpu_build_does_not_detect_is_a_warning(gpu_build, monkeypatc
 
 
 @pytest.mark.parametrize("fault", ["nvmlInit", "", "-1"])
-def test_gpu_build_without_a_gpu_is_no_warning(gpu_build, monkeypatch, capsys, fault):
+def test_gpu_build_without_a_gpu_is_no_warning(gpu_build, environment, capsys, fault):
     """The machine has no driver, or the user has turned its GPUs off."""
     if fault == "nvmlInit":
         gpu_build.nvmlInit = fail
     else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fault)
+        environment(CUDA_VISIBLE_DEVICES=fault)
     assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == ""
 
@@ -167,19 +167,20 @@ nvmlDeviceGetCount = lambda: 1
 
 
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="tests a CPU build of Paddle")
-@pytest.mark.parametrize("command", ["train.py", "-m paddle_resnet.lr_find"])
-def test_run_warns_of_cpu_build_at_startup(tmp_path, command):
+@pytest.mark.parametrize(
+    ("command", "count"), [("train.py", 1), ("train.py --device cpu", 0), ("-m paddle_resnet.lr_find", 1)]
+)
+def test_run_warns_of_cpu_build_at_startup(tmp_path, command, count):
     (tmp_path / "pynvml.py").write_text(FAKE_NVML)
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment["PYTHONPATH"] = str(tmp_path)
     # The run ends soon, because the checkpoint does not exist.
     flags = ["--image-shape", "3,32,32", "--data-format", "synthetic", "--from-pretrained-params", "nowhere"]
-    for device, count in (([], 1), (["--device", "cpu"], 0)):
-        words = [sys.executable, *command.split(), *flags, *device, "--output-dir", tmp_path / "output"]
-        done = subprocess.run(list(map(str, words)), cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 2, done.stderr
-        warning = 'the GPU (NVIDIA H200) is not used; install a GPU build with make venv PADDLE="3.3.1 -i URL"'
-        assert done.stderr.count(warning) == count, done.stderr
+    words = [sys.executable, *command.split(), *flags, "--output-dir", tmp_path / "output"]
+    done = subprocess.run(list(map(str, words)), cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    warning = 'the GPU (NVIDIA H200) is not used; install a GPU build with make venv PADDLE="3.3.1 -i URL"'
+    assert done.stderr.count(warning) == count, done.stderr
 
 
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="tests a CPU build of Paddle")

@@ -18,6 +18,8 @@ REFERENCES = {
     "MobileNetV3_Large": torchvision.models.mobilenet_v3_large,
     "MobileNetV3_Small": torchvision.models.mobilenet_v3_small,
     "GhostNet": lambda: timm.create_model("ghostnet_100", drop_rate=0.0),
+    "PPLCNet_x1_0": lambda: timm.create_model("lcnet_100"),
+    "PPHGNetV2_B0": lambda: timm.create_model("hgnetv2_b0"),
 }
 
 

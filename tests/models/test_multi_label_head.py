@@ -7,6 +7,7 @@ from paddle import static
 
 from paddle_resnet.components import mixing
 from paddle_resnet.models import multi_label_head
+from paddle_resnet.tasks import MultiLabel
 
 LOGITS = np.random.RandomState(0).randn(6, 4) * 4
 LABELS = np.random.RandomState(1).randint(0, 2, (6, 4)).astype("float32")
@@ -22,7 +23,7 @@ def run(logits, smoothing=0, asymmetric=None, is_train=True, class_weights=None,
         label = static.data("y", [None, 4])
         targets = {"label": label}
         if fraction is not None:
-            targets["weights"] = mixing.mix_labels(label, static.data("f", [1]), None)
+            targets["weights"] = mixing.mix_labels(MultiLabel(4), label, static.data("f", [1]))
         if class_weights is not None:
             targets["class_weights"] = static.data("w", [1, 4])
         head = multi_label_head.add(x, targets, smoothing, asymmetric, is_train)

@@ -46,7 +46,7 @@ def reference(once):
     "arch",
     [
         *("EfficientNet_Lite0", "EfficientNet_Lite1", "EfficientNet_Lite2"),
-        *("MobileNetV3_Large", "MobileNetV3_Small", "GhostNet"),
+        *("MobileNetV3_Large", "MobileNetV3_Small", "GhostNet", "PPLCNet_x1_0", "PPHGNetV2_B0"),
     ],
 )
 def test_logits_and_gradients_equal_those_of_the_reference(reference, float64, arch, layout):

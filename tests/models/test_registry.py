@@ -7,24 +7,24 @@ import numpy as np
 import pytest
 
 from conftest import NHWC, assert_two_of_four, losses, phase
-from few_blocks import with_few_blocks
+from few_blocks import QUICK, with_few_blocks
 from paddle_resnet import export, models, predict
 
 # The networks in COVERED differ from tested networks only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
-# Together, these networks contain every kind of layer that occurs in the other networks.
-QUICK = {"XSEResNeXt50_Mish_SA", "GhostNet", "MobileNetV3_Large"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--print-interval", "1", "--lr", "0.01"]
-FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
+FLAGS += ["--dropout", "0.2", "--interp", "linear", "--asp", "--prune-model"]
+DROP_PATH = ["--drop-path", "0.2"]
 
 
 ARCHS = [name for name in models.MODELS if name not in COVERED]
 
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in QUICK else pytest.mark.soak) for a in ARCHS])
-def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypatch, photos, tmp_path, capsys, arch):
-    monkeypatch.setitem(models.MODELS, arch, with_few_blocks(models.MODELS[arch]))
-    flags = ["--model-arch-name", arch, *FLAGS]
+def test_network_in_every_command(run_train, losses_with_a_stop, fake, register, photos, tmp_path, capsys, arch):
+    register(arch, with_few_blocks(models.MODELS[arch]))
+    has_residual_branches = not arch.startswith("PPLCNet")
+    flags = ["--model-arch-name", arch, *FLAGS, *(DROP_PATH if has_residual_branches else [])]
     code, report = run_train(*flags)
     assert code == 0
     expected = losses(report)

@@ -24,6 +24,9 @@ from paddle_resnet.models import MODELS, Network, __main__, layers
         # This number was recorded after the logits had been compared with those of timm. arXiv:1911.11907 states 141
         # million.
         ("GhostNet", 5_182_508, 141_150_512),
+        # Like GhostNet.
+        ("PPLCNet_x1_0", 2_953_800, 155_700_480),
+        ("PPHGNetV2_B0", 5_996_550, 321_326_464),
     ],
 )
 def test_parameters_and_multiply_adds(arch, parameters, multiply_adds):
@@ -76,9 +79,9 @@ def test_table_lists_networks_with_sizes(capsys, tmp_path, monkeypatch):
         ends = [line.index(f"  {row[i]}") + len(row[i]) for line, row in zip(lines, cells, strict=True)]
         assert len(set(ends)) == 1, f"column {i} is not right-aligned"
     assert len({line.index(f"  {row[5]}") for line, row in zip(lines[:2], cells[:2], strict=True)}) == 1  # left-aligned
-    assert header[:6] == ["network", "image", "parameters", "multiply-adds", "activations", "paper"]
+    assert header[:7] == ["network", "image", "parameters", "multiply-adds", "activations", "paper", "timm"]
     assert first[:4] == ["ResNet18", "224", "11,689,512", "1,814 M"]
-    assert first[5] == "arXiv:1512.03385" and "1 H200" in first[-1]
+    assert first[5:7] == ["arXiv:1512.03385", "resnet18"] and "1 H200" in first[-1]
     sizes = __main__.size(f"{path}:Net", 224)
     mib = f"{sizes['activation_bytes'] / 2**20:.1f} MiB"
     assert second == [f"{path}:Net", "224", f"{sizes['parameters']:,}", f"{sizes['multiply_adds'] / 1e6:,.0f} M", mib]

@@ -6,7 +6,6 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_resnet.job import processes
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 from paddle_resnet.utils.errors import UsageError
@@ -68,7 +67,7 @@ def build(parse, name, warmup_epochs):
     flags = f"--lr-scheduler {name} {FORMULAS[name][0]} --lr {PEAK} --epochs {EPOCHS} --warmup-epochs {warmup_epochs}"
     start = START if name != "OneCycle" else PEAK / 50  # OneCycle starts at PEAK / 25
     args = parse(*flags.split(), "--warmup-start-lr", start)
-    return schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, STEPS))
+    return schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, STEPS))
 
 
 def test_each_schedule_has_a_formula():
@@ -92,15 +91,17 @@ def test_schedule_matches_formula_and_resumes(parse, monkeypatch, name, warmup_e
 def test_learning_rate_is_multiplied_by_the_factor_of_the_stage(parse):
     args = parse(*f"--lr-scheduler Poly --lr {PEAK} --epochs {EPOCHS} --warmup-epochs 2".split())
     parts = durations.Part(0, STEPS), durations.Part(1, STEPS, 2.0), durations.Part(5, STEPS, 0.5)
-    result = rates(schedules.build_lr_scheduler(args, durations.Timeline(1, parts)))
-    plain = rates(schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, STEPS)))
+    result = rates(schedules.build_lr_scheduler(args.part(schedules.Options), durations.Timeline(1, parts)))
+    plain = rates(
+        schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, STEPS))
+    )
     factors = np.repeat([1, 2, 0.5], [STEPS, 4 * STEPS, 5 * STEPS])
     np.testing.assert_allclose(result, plain * factors, rtol=1e-12)
 
 
 def test_batches_of_all_steps_are_counted(parse):
     args = parse("--accumulate-steps", "4")
-    schedule = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 8))
+    schedule = schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 8))
     rates(schedule, 3)
     assert (schedule.done, schedule.batches) == (3, 12)
     schedule.batch = 2
@@ -126,17 +127,21 @@ def test_default_schedule_equals_paddle_schedulers(parse):
     cosine = paddle.optimizer.lr.CosineAnnealingDecay(0.4, T_max=8 * STEPS)
     reference = paddle.optimizer.lr.LinearWarmup(cosine, 2 * STEPS, 0.1, 0.4)
     np.testing.assert_allclose(
-        rates(schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, STEPS))),
+        rates(
+            schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, STEPS))
+        ),
         rates(reference),
         rtol=1e-14,
     )
 
 
-def test_peak_and_minimum_scale_with_numbers_of_processes_and_accumulated_batches(parse, monkeypatch):
+def test_peak_and_minimum_scale_with_numbers_of_processes_and_accumulated_batches(parse, shard):
     flags = ["--lr", "0.1", "--min-lr", "0.01", "--epochs", "4", "--warmup-epochs", "1", "--accumulate-steps", "2"]
     args = parse(*flags)
-    monkeypatch.setattr(processes, "world_size", lambda: 4)
-    result = rates(schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10)), 21)
+    shard(world_size=4)
+    result = rates(
+        schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 10)), 21
+    )
     assert max(result) == pytest.approx(0.8)
     assert result[-1] == pytest.approx(0.08)
 
@@ -147,17 +152,19 @@ def test_warmup_from_peak_or_above_is_rejected(parse, flags):
     rate = "0.1" if "0.1" in flags else "0"
     after = f"not below {rate}, the learning rate after the warm-up .--lr {rate} times 1 for processes"
     with pytest.raises(UsageError, match=f"--warmup-start-lr {rate}: {after} .* --warmup-epochs 0"):
-        schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 5))
+        schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 5))
     args.warmup_epochs = 0
-    schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 5))
+    schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 5))
 
 
 def test_warmup_longer_than_run_is_shortened_with_warning(parse, capsys):
     args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "2", "--lr-scheduler", "Poly")
-    schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10))
+    schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 10))
     assert capsys.readouterr().err == ""
     args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")
-    result = rates(schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10)), 20)
+    result = rates(
+        schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 10)), 20
+    )
     np.testing.assert_allclose(result, [0.4 * step / 20 for step in range(20)])
     assert "--warmup-epochs 5" in capsys.readouterr().err
 

@@ -49,8 +49,10 @@ class Run:
                 for kind in ("weight", "bias")
             }
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
-            self._rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10))
-            step = StepBuilder(args, self.main, startup, self._rate)
+            self._rate = schedules.build_lr_scheduler(
+                args.part(schedules.Options), durations.uniform(args.accumulate_steps, 10)
+            )
+            step = StepBuilder(args.part, self.main, startup, self._rate)
             optimizer = table.build_optimizer(args, self._rate)
             if scale:  # dynamic loss scaling in float32
                 types = {op.type for op in self.main.global_block().ops}
@@ -155,19 +157,24 @@ def decays(parse, layout, *flags):
     return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in graph.updates(main)}
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, monkeypatch, name):
-    """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factor of
-    self-attention. AdamW additionally excludes biases."""
-    monkeypatch.setitem(models.MODELS, name, few_blocks.with_few_blocks(models.MODELS[name]))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in few_blocks.QUICK else pytest.mark.soak) for name in models.MODELS]
+)
+def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, register, name):
+    """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factors of
+    self-attention and of learnable affine layers. AdamW additionally excludes biases."""
+    register(name, few_blocks.with_few_blocks(models.MODELS[name]))
     for optimizer in ("Momentum", "AdamW"):
         first, second = (
             decays(parse, layout, "--model-arch-name", name, "--optimizer", optimizer) for layout in ("NCHW", "NHWC")
         )
         assert first == second
         for parameter, decay in first.items():
-            is_factor = parameter.startswith(("batch_norm", "self_attention_0.w_1"))
-            is_bias = parameter.startswith(("conv2d", "linear")) and parameter.split(".")[1].startswith("b_")
+            layer, field = parameter.split(".")
+            is_affine = layer.startswith("learnable_affine")
+            is_factor = layer.startswith("batch_norm") or parameter == "self_attention_0.w_1"
+            is_factor = is_factor or (is_affine and field == "w_0")
+            is_bias = field == "w_1" if is_affine else layer.startswith(("conv2d", "linear")) and field.startswith("b_")
             assert decay == pytest.approx(0.1 * (not is_factor and not (is_bias and optimizer == "AdamW"))), parameter
 
 
@@ -319,9 +326,11 @@ def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
         weights = [static.create_parameter([3, 7], "float32", name=f"weight_{i}") for i in range(2)]
         x = static.data("x", [3, 7])
         loss = sum(paddle.mean(weight * x) for weight in weights) * 21
-        rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 1000))
+        rate = schedules.build_lr_scheduler(
+            args.part(schedules.Options), durations.uniform(args.accumulate_steps, 1000)
+        )
         args.set("Python", kernels="native" if fuse else "paddle")
-        step = StepBuilder(args, main, startup, rate)
+        step = StepBuilder(args.part, main, startup, rate)
         table.build_optimizer(args, rate).minimize(loss, startup)
         add_update(step)
         exe = static.Executor(PLACE)

@@ -6,7 +6,6 @@ import pytest
 from paddle import static
 
 from helpers import build, variable
-from paddle_resnet.job import processes
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.step import facts
@@ -49,9 +48,9 @@ def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
 @pytest.mark.parametrize(
     ("device", "local_size", "expected"), [("gpu", "2", True), ("gpu", "1", False), ("cpu", "2", False)]
 )
-def test_all_reduces_use_computation_stream_within_host(monkeypatch, device, local_size, expected):
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
+def test_all_reduces_use_computation_stream_within_host(environment, device, local_size, expected):
+    environment(PADDLE_TRAINERS_NUM="2")
+    environment(PADDLE_LOCAL_SIZE=local_size)
     main = static.Program()
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
@@ -78,8 +77,8 @@ def test_count_gradient_all_reduces():
 @pytest.mark.parametrize(
     ("device", "world_size", "is_removed"), [("cpu", 2, True), ("gpu", 2, False), ("cpu", 1, False)], ids=str
 )
-def test_cpu_jobs_have_no_nccl_operators(monkeypatch, device, world_size, is_removed):
-    monkeypatch.setattr(processes, "world_size", lambda: world_size)
+def test_cpu_jobs_have_no_nccl_operators(shard, device, world_size, is_removed):
+    shard(world_size=world_size)
     programs = [static.Program(), static.Program()]
     for program in programs:
         with static.program_guard(program):
@@ -95,14 +94,14 @@ def test_cpu_jobs_have_no_nccl_operators(monkeypatch, device, world_size, is_rem
         assert types == (["scale"] if is_removed else ["c_sync_calc_stream", "c_sync_comm_stream"] * 2 + ["scale"])
 
 
-def test_bn_statistics_are_averaged_over_all_processes(one_block, parse, monkeypatch):
+def test_bn_statistics_are_averaged_over_all_processes(one_block, parse, monkeypatch, shard):
     """The simulated all-reduce adds the statistics of two other processes, which are each larger by 1."""
     _, exe, _, _, main = build(parse("--ema", "0.5"))
     names = all_reduces.own_statistics(main)
     before, weight = {name: variable(name) for name in names}, variable("conv2d_0.w_0")
     all_reduces.average_bn(exe, main)  # a single process keeps its statistics
     assert all((variable(name) == value).all() for name, value in before.items())
-    monkeypatch.setattr(processes, "world_size", lambda: 3)
+    shard(world_size=3)
     monkeypatch.setattr(
         compat, "append_all_reduce", lambda block, value: paddle.assign(paddle.scale(value, 3.0, 2.0), output=value)
     )

@@ -20,6 +20,8 @@ from paddle_resnet.job import processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.ghostnet import GhostNet
 from paddle_resnet.models.mobilenet_v3 import MobileNetV3
+from paddle_resnet.models.pphgnet_v2 import PPHGNetV2
+from paddle_resnet.models.pplcnet import PPLCNet
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
@@ -62,11 +64,11 @@ def train(args, batches, fuse):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_fused_training_has_same_results(parse, monkeypatch, block):
+def test_fused_training_has_same_results(parse, register, block):
     """Losses, parameters, velocities and running means are equal. The running variances differ: the custom operators
     use the unbiased variance, like Paddle's GPU kernels, whereas Paddle's CPU kernels use the biased variance, which is
     smaller by the factor (n - 1) / n."""
-    monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
+    register("Tiny", BLOCKS[block])
     args = parse(*NHWC, "--image-shape", "4,48,32")
     batches = random_batches(2, (48, 32, 4))
     expected, plain = train(args, batches, fuse=False)
@@ -78,8 +80,17 @@ def test_fused_training_has_same_results(parse, monkeypatch, block):
         np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("network", ["Tiny", "TinyMobile"])
-def test_custom_operators_compute_all_convolutions_on_a_cpu(parse, network):
+MOBILE = {
+    "MobileNetV3": partial(MobileNetV3, ((3, 16, 16, True, F.relu, 1), (3, 32, 24, True, F.hardswish, 2)), 32),
+    "PPHGNetV2": partial(PPHGNetV2, stages=((8, 64, 2, True, True, 5),)),
+    "PPLCNet": partial(PPLCNet, blocks=((3, 32, False, 1), (5, 64, True, 2))),
+    "GhostNet": partial(GhostNet, blocks=((3, 16, 16, False, 1), (3, 48, 24, True, 2))),
+}
+
+
+@pytest.mark.parametrize("network", ["Tiny", "TinyMobile", "PPHGNetV2", "PPLCNet"])
+def test_custom_operators_compute_all_convolutions_on_a_cpu(parse, register, network):
+    register(network, models.MODELS.get(network) or MOBILE[network])
     args = parse(*NHWC, "--kernels", "native", "--model-arch-name", network)
     if not native.has_onednn():
         pytest.skip("this build of Paddle contains no oneDNN 3")
@@ -108,12 +119,6 @@ def assert_same_training(monkeypatch, args, unfused):
 
 def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
     assert_same_training(monkeypatch, parse(*NHWC, "--model-arch-name", "TinyMobile"), unfused=())
-
-
-MOBILE = {
-    "MobileNetV3": partial(MobileNetV3, ((3, 16, 16, True, F.relu, 1), (3, 32, 24, True, F.hardswish, 2)), 32),
-    "GhostNet": partial(GhostNet, blocks=((3, 16, 16, False, 1), (3, 48, 24, True, 2))),
-}
 
 
 @pytest.mark.parametrize("network", MOBILE)
@@ -197,13 +202,14 @@ def test_all_parts_of_an_update_in_half_precision_are_replaced(parse, gpu_lists)
 
 @pytest.mark.parametrize("has_pointwise", [False, True])
 @pytest.mark.parametrize("network", ["Tiny", "MobileNetV2", *MOBILE])
-def test_fused_evaluation_has_same_results(request, parse, monkeypatch, network, has_pointwise):
+def test_fused_evaluation_has_same_results(register, request, parse, network, has_pointwise):
     if has_pointwise:
         request.getfixturevalue("pointwise_kernels")
     if network in MOBILE:
-        monkeypatch.setitem(models.MODELS, network, MOBILE[network])
+        register(network, MOBILE[network])
     args = parse(*NHWC, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
+    paddle.seed(1)
     fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
@@ -231,12 +237,12 @@ def test_fused_evaluation_has_same_results(request, parse, monkeypatch, network,
                 np.testing.assert_array_equal(value, reference)
 
 
-def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
+def test_unsupported_layouts_and_widths_are_not_fused(parse, register):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse()), main, startup, 10)
     fusion.fuse(main)
     assert not [name for name in types(main) if name.startswith("native_")]
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
+    register("Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC)), main, startup, 10)
     fusion.fuse(main)

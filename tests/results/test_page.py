@@ -1,8 +1,10 @@
 """The HTML page of a run, and the comparison of runs."""
 
 import base64
+import contextlib
 import csv
 import html.parser
+import importlib.util
 import io
 import json
 import math
@@ -10,12 +12,16 @@ import os
 import random
 import re
 import shutil
+import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
+from tensorboardX import SummaryWriter
 
 pytest.importorskip("jinja2")
 
@@ -288,8 +294,8 @@ def test_invalid_report_is_rejected(tmp_path, capsys, text):
         assert message in capsys.readouterr().err
 
 
-def test_comparison_lists_differing_flags_and_first_differing_step(write_run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_comparison_lists_differing_flags_and_first_differing_step(write_run, capsys, environment):
+    environment(COLUMNS="200")
     runs = [
         write_run("a", [3.0, 2.0, 1.0, math.nan]),
         write_run("b", [3.0, 2.0, 1.0 + 1e-15, 0.5], lr=0.2, ended=False),
@@ -735,10 +741,55 @@ def test_curve_of_steps_counts_epochs(epochs, expected):
     assert [x for x, _ in run.step_curve("train.loss")] == pytest.approx(expected)
 
 
-def test_documented_report_reader_runs(trained, monkeypatch):
-    [code] = re.findall(r"```python\n(.+?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
+def python_of_docs():
+    return re.findall(r"```python\n(.+?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def tracked(trained, tmp_path):
+    """Return a function that runs the documented program that imports a package, in a folder with a report and event
+    files, and returns the folder and the expected values of val.top1."""
+
+    def tracked(package, **environment):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+        [code] = [code for code in python_of_docs() if f"import {package}\n" in code]
+        assert len([line for line in code.splitlines() if line]) <= 10
+        shutil.copy(trained / "report.json", tmp_path)
+        with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
+            writer.add_scalar("val/top1", 0.5, 0)
+        # A separate process, because importing mlflow after Paddle fails.
+        environment = os.environ | {"HOME": str(tmp_path)} | environment
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
+        entries = [entry for entry in read_report(trained / "report.json") if entry["step"] != []]
+        return tmp_path, [entry["data"]["val.top1"] for entry in entries if "val.top1" in entry["data"]]
+
+    return tracked
+
+
+@pytest.mark.soak
+def test_documented_program_sends_the_report_to_wandb(tracked):
+    folder, expected = tracked("wandb", WANDB_MODE="offline")
+    [run] = (folder / "wandb").glob("offline-run-*")
+    [record] = run.glob("run-*.wandb")
+    assert record.read_bytes().count(b"val.top1") >= len(expected) > 0
+    assert list((run / "files").glob("tensorboard/events.*"))
+
+
+@pytest.mark.soak
+def test_documented_program_sends_the_report_to_mlflow(tracked):
+    folder, expected = tracked("mlflow", MLFLOW_TRACKING_URI="sqlite:///mlflow.db")
+    with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        rows = database.execute("select value from metrics where key = 'val.top1' order by step").fetchall()
+        assert database.execute("select value from params where key = 'model_arch_name'").fetchall() == [("Tiny",)]
+    assert [value for (value,) in rows] == pytest.approx(expected)
+    assert list(folder.glob("mlruns/**/artifacts/tensorboard/events.*"))
+
+
+def test_documented_report_reader_runs(trained, work_in):
+    code, *_ = python_of_docs()
     assert sum(line != "" for line in code.splitlines()) == 3
-    monkeypatch.chdir(trained)
+    work_in(trained)
     namespace = {}
     exec(code, namespace)
     expected = {key: value for key, value in losses(read_report(trained / "report.json")).items() if key[1] != "val"}

@@ -16,6 +16,7 @@ from paddle_resnet.data.root import DataRoot
 from paddle_resnet.native import build as native
 from paddle_resnet.results import predictions, reading
 from paddle_resnet.step import cuda_graph
+from paddle_resnet.tasks import SingleLabel
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import TopMeter
 from paddle_resnet.utils.mode import Mode
@@ -168,15 +169,16 @@ def test_incompatible_flags_exit_with_code_2(run_train, checkpoint, capsys, flag
 def test_changed_data_or_unwritable_path_is_an_error(photos, tmp_path):
     images = predictions.list_images(photos, "auto", None, [], 23)
     rows_of_top = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
+    table = lambda: SingleLabel(3).predictions({"predictions": rows_of_top}, list("abc"))  # noqa: E731
     assert predictions.list_images(photos, "folder", None, [], 23) == images
     with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now; evaluate again"):
         predictions.list_images(photos, "auto", None, [], 22)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); free disk space"):
-        predictions.write(str(tmp_path / "file/p.csv"), images, rows_of_top, list("abc"))
+        predictions.write(str(tmp_path / "file/p.csv"), images, *table())
     rows_of_top[1] = [2, 1, 3, 3, *[np.nan] * 3]  # the logits of two classes are NaN
     rows_of_top[2] = [2, 3, 3, 3, *[np.nan] * 3]
-    predictions.write(str(tmp_path / "p.csv"), images, rows_of_top, list("abc"))
+    predictions.write(str(tmp_path / "p.csv"), images, *table())
     rows = [list(row.values())[1:] for row in read(tmp_path / "p.csv")]
     assert len(rows) == 23
     assert rows[:3] == [

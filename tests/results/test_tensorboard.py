@@ -14,7 +14,6 @@ import yaml
 
 from conftest import ROOT, losses, phase, read_report, strict_json
 from paddle_resnet.data import pixels
-from paddle_resnet.job import processes
 from paddle_resnet.results import tensorboard as results
 
 tensorboard = pytest.importorskip("tensorboardX")
@@ -99,8 +98,8 @@ def test_steps_of_entries_and_number_of_pictures():
     assert calls == [("first_batch", 64, 3, "NHWC")]
 
 
-def test_other_ranks_write_no_events(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "rank", lambda: 1)
+def test_other_ranks_write_no_events(tmp_path, shard):
+    shard(rank=1)
     loader = []
     assert results.follow(tmp_path / "board", loader, None, None, None) is loader
     assert list(tmp_path.iterdir()) == []

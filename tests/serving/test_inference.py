@@ -34,14 +34,14 @@ def raise_error(message):
     raise RuntimeError(message)
 
 
-def test_arguments_are_passed_on(monkeypatch, tmp_path):
+def test_arguments_are_passed_on(monkeypatch, shard, environment, tmp_path):
     calls, model = [], Model("", DESCRIPTION, probabilities, "float16", steps=object())
     monkeypatch.setattr(inference, "open_checkpoint", lambda *arguments: calls.append(arguments) or model)
-    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
-    monkeypatch.setattr(inference.processes, "world_size", lambda: 2)
+    environment(FLAGS_selected_gpus=3)
+    shard(world_size=2)
     monkeypatch.setattr(inference.gpus, "resolve", lambda *arguments: calls.append(arguments) or "gpu")
     assert inference.open_model(tmp_path, "gpu", "net", "float16", (4, 2), "flip") is model
-    monkeypatch.setattr(inference.processes, "world_size", lambda: 1)
+    shard(world_size=1)
     assert inference.resolve_device("cpu") == "gpu"
     assert calls.pop() == ("cpu", 3, False)
     assert calls == [("gpu", 3, True), (tmp_path, "gpu", "net", "float16", (4, 2), "flip")]
@@ -187,7 +187,7 @@ def test_flags_of_the_loader(dtype, layout, size):
         ("gpu", [("enable_use_gpu", 100, 3)]),
     ],
 )
-def test_export_is_opened_with_paddle_inference(monkeypatch, tmp_path, device, calls):
+def test_export_is_opened_with_paddle_inference(monkeypatch, environment, tmp_path, device, calls):
     """The fake predictor returns a second output with the values of the first one plus 1."""
     made, files = [], {}
 
@@ -215,7 +215,7 @@ def test_export_is_opened_with_paddle_inference(monkeypatch, tmp_path, device, c
         files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     description = DESCRIPTION | {"files": files, "precision": "float16" if device == "gpu" else "float32"}
     (tmp_path / "model.json").write_text(json.dumps(description))
-    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
+    environment(FLAGS_selected_gpus=3)
     monkeypatch.setattr(inference.os, "sched_getaffinity", lambda process: {1, 4, 5})
     monkeypatch.setattr(paddle.inference, "Config", Settings)
     monkeypatch.setattr(paddle.inference, "create_predictor", lambda settings: Predictor())
@@ -381,8 +381,8 @@ def test_precision_of_description(precision, is_valid):
     ("capability", "default", "bfloat16"),
     [((6, 1), "float32", False), ((7, 0), "float16", False), ((8, 0), "float16", True)],
 )
-def test_precision_depends_on_compute_capability(monkeypatch, capability, default, bfloat16):
-    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
+def test_precision_depends_on_compute_capability(monkeypatch, environment, capability, default, bfloat16):
+    environment(FLAGS_selected_gpus=3)
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {3: capability}.get)
     assert inference.resolve_precision(None, "gpu") == default
     assert inference.resolve_precision("float32", "gpu") == "float32"

@@ -86,7 +86,7 @@ def test_bn_statistics_of_a_checkpoint_must_be_averaged(monkeypatch, tmp_path, c
 def test_description_of_a_network(tta):
     flags = {"resize_short": 40, "interp": "cubic", "normalize_scale": 1, "normalize_mean": [0], "normalize_std": [1]}
     flags |= {"model_arch_name": "a/net.py:Net", "num_of_class": 5, "data_layout": "NCHW", "dali_device": "gpu"}
-    args = SimpleNamespace(tta=tta, multi_label=False, **flags)
+    args = SimpleNamespace(tta=tta, part=lambda cls: cls(), **flags)
     results = {"top1": 0.5, "top5": 0.75, "loss": 1.5}
     meta = {"epoch": 3, "classes": ["n01"], "class_names": ["tench"], "evaluated": results | {"images": 9}}
     for crop, recorded in (([32, 32], 32), ([32, 48], [32, 48])):

@@ -220,8 +220,8 @@ def network_with(change):
     return partial(Changed, BasicBlock, (1,), width=8)
 
 
-def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, capsys, fake, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "Tiny", network_with(F.leaky_relu))
+def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, capsys, fake, register):
+    register("Tiny", network_with(F.leaky_relu))
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     capsys.readouterr()
     result = results(run_train, tmp_path / "captured")
@@ -290,10 +290,10 @@ def test_operators_that_cannot_be_captured_are_recognized(operator, attributes, 
     ],
 )
 def test_step_with_nonreplayable_operator_is_not_captured(
-    run_train, tmp_path, capsys, fake, monkeypatch, change, operator
+    run_train, tmp_path, capsys, fake, register, change, operator
 ):
     """With --cuda-graph true, the run fails before it writes or deletes files."""
-    monkeypatch.setitem(models.MODELS, "Tiny", network_with(change))
+    register("Tiny", network_with(change))
     assert run_train(*NATIVE, "--epochs", "1")[0] == 0
     assert f"--cuda-graph false: operator {operator} draws random numbers" in capsys.readouterr().out
     assert not fake.made

@@ -80,8 +80,8 @@ def test_process_is_bound_to_its_cores_local_to_gpu(machine, capsys, local_gpu, 
         ("GPU-bbbb,GPU-aaaa", 1, {0, 1, 3}),
     ],
 )
-def test_gpu_index_is_relative_to_cuda_visible_devices(machine, monkeypatch, visible, local_gpu, cores):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_gpu_index_is_relative_to_cuda_visible_devices(machine, environment, visible, local_gpu, cores):
+    environment(CUDA_VISIBLE_DEVICES=visible)
     affinity.bind_to_gpu(local_gpu)
     assert machine == [(0, cores)]
 
@@ -98,8 +98,8 @@ def test_process_without_local_cores_logs_a_warning(machine, capsys):
 @pytest.mark.parametrize(
     ("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0), ("²", 0)], ids=str
 )
-def test_unknown_gpu_logs_a_warning(machine, monkeypatch, capsys, visible, local_gpu):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_unknown_gpu_logs_a_warning(machine, environment, capsys, visible, local_gpu):
+    environment(CUDA_VISIBLE_DEVICES=visible)
     affinity.bind_to_gpu(local_gpu)
     assert machine == []
     assert f"the affinity is unchanged, because the cores near GPU {local_gpu} cannot be" in capsys.readouterr().err

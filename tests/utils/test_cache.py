@@ -37,11 +37,11 @@ def test_created_cache_is_writable_only_by_owner(home):
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_default_cache_is_in_home_folder(monkeypatch, tmp_path, value):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+def test_default_cache_is_in_home_folder(environment, tmp_path, value):
+    environment(HOME=str(tmp_path))
+    environment(XDG_CACHE_HOME=None)
     if value is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        environment(XDG_CACHE_HOME=value)
     assert cache.folder() == tmp_path / ".cache/paddle_resnet"
 
 

@@ -60,8 +60,8 @@ def test_help_of_train_is_short(shown):
 
 
 @pytest.mark.parametrize(("purpose", "arguments"), EXAMPLES, ids=[purpose.partition(" ")[0] for purpose, _ in EXAMPLES])
-def test_examples_of_train_parse(monkeypatch, shown, purpose, arguments):
-    monkeypatch.chdir(ROOT)
+def test_examples_of_train_parse(work_in, shown, purpose, arguments):
+    work_in(ROOT)
     config.parse_args(arguments.split())
     assert f"  {purpose}:\n    {python()} train.py {arguments}\n" in shown("train", "--help")
 

@@ -61,9 +61,9 @@ def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatc
 
 
 @pytest.mark.parametrize(("rank", "count"), [("1", "2"), ("x", "2"), ("0", "1")])
-def test_error_in_a_job_begins_with_the_rank(monkeypatch, capsys, rank, count):
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", count)
-    monkeypatch.setenv("PADDLE_TRAINER_ID", rank)
+def test_error_in_a_job_begins_with_the_rank(environment, capsys, rank, count):
+    environment(PADDLE_TRAINERS_NUM=count)
+    environment(PADDLE_TRAINER_ID=rank)
     # train.main would also change the signal handlers of this process.
     assert exit_codes.of("train.py", lambda: config.parse_args(["--epochs", "x"])) == 2
     subject = "rank 1: " if rank == "1" else ""
@@ -234,9 +234,9 @@ def test_address_space_limit_below_need_of_paddle_exits_with_code_1():
     )
 
 
-def test_deleted_working_directory_exits_with_code_1(tmp_path, monkeypatch, capsys):
+def test_deleted_working_directory_exits_with_code_1(tmp_path, work_in, capsys):
     (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
+    work_in(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     for name, (main, arguments, _) in TOOLS.items():
         assert main(arguments) == 1

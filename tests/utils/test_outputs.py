@@ -90,8 +90,8 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         (["/proc/self/comm"], [], "--0 /proc/self/comm: cannot be written (No such file or directory)"),
     ],
 )
-def test_harmful_outputs_are_rejected(root, monkeypatch, files, folders, message):
-    monkeypatch.chdir(root)
+def test_harmful_outputs_are_rejected(root, work_in, files, folders, message):
+    work_in(root)
     os.mkfifo(root / "pipe")
     before = content(root / "data") | content(root / "run")
     with pytest.raises(UsageError) as error:
@@ -139,8 +139,8 @@ def test_replaced_keeps_old_file_if_writing_fails(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["file", "link/file"])
-def test_file_that_another_process_wrote_is_found_by_relative_and_linked_paths(tmp_path, monkeypatch, capsys, name):
-    monkeypatch.chdir(tmp_path)
+def test_file_that_another_process_wrote_is_found_by_relative_and_linked_paths(tmp_path, work_in, capsys, name):
+    work_in(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
     outputs.claim({"figure": Path(name)})
     (tmp_path / "file").write_text("of another process")

@@ -97,8 +97,8 @@ def test_home_that_paddle_cannot_use_is_an_error():
     )
 
 
-def test_home_is_the_remedy_only_if_paddle_cannot_use_its_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def test_home_is_the_remedy_only_if_paddle_cannot_use_its_cache(environment, tmp_path):
+    environment(HOME=str(tmp_path / "home"))
     for path in (tmp_path / "home", tmp_path / "home/.cache/paddle", tmp_path / "home/.venv/a.py", tmp_path / "a.py"):
         with pytest.raises(RunError) as error, signals.importing_paddle():
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -137,10 +137,10 @@ def test_only_sigint_ends_process_that_is_leaving():
         assert signal.getsignal(number) == (before if number == signal.SIGINT else signal.SIG_IGN)
 
 
-def test_sigterm_is_ignored_after_failure_only_in_launched_process(monkeypatch):
+def test_sigterm_is_ignored_after_failure_only_in_launched_process(environment):
     for launched in (False, True):
         if launched:
-            monkeypatch.setenv("PADDLE_TRAINER_ID", "0")
+            environment(PADDLE_TRAINER_ID="0")
         with pytest.raises(ZeroDivisionError), signals.watched():
             raise ZeroDivisionError
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) == launched

@@ -24,7 +24,7 @@ verify = image_files.verify
 
 
 def detect(image_root: str, mode: Mode) -> list[str]:
-    """Return the path of a split's list in a list, or [] if it does not exist."""
+    """Return [path of a split's file list], or [] if the split has none."""
     own = os.path.join(image_root, f"{mode.value}.txt")
 
     def is_usable(path):
@@ -44,9 +44,9 @@ def is_own_name(image_root: str, path: str) -> bool:
 
 
 def label_names(image_root: str) -> tuple[str, list[str], int] | None:
-    """Return (path, class names in label order, first label) from classes.txt or, if a list has a name of other
-    programs, from their files with class names; None if there is no such file. For exceptions, see
-    classes.label_names."""
+    """Return (path, class names in label order, first label) from classes.txt or, if a file list has a name that other
+    programs use, such as train_list.txt, from the file with class names of these programs; None if there is no such
+    file. For exceptions, see classes.label_names."""
     if (names := classes.class_names(image_root)) is not None:
         return os.path.join(image_root, "classes.txt"), names, 0
     lists = [path for mode in Mode for path in detect(image_root, mode)]

@@ -33,6 +33,8 @@ _UNSUPPORTED = (
     ".psd",
     ".svg",
     ".dcm",
+    ".ppm",
+    ".pgm",
 )
 HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
@@ -44,7 +46,7 @@ verify = image_files.verify
 
 
 def detect(image_root: str, mode: Mode) -> list[str]:
-    """Return the path of a split's folder in a list, or [] if it does not exist."""
+    """Return [path of a split's folder], or [] if the split has none."""
     own = os.path.join(image_root, mode.value)
 
     def is_usable(path):

@@ -138,8 +138,8 @@ def _read_record(f, offset):
         if len(labels) > 1:
             run = import_command(os.path.dirname(f.name) or ".", "--label-index", "0")
             raise UsageError(
-                f"{f.name}: the record at byte {offset} has {len(labels)} labels; this program trains one label per "
-                f"image, so choose one: run {run}"
+                f"{f.name}: the record at byte {offset} has {len(labels)} labels, but only --multi-label reads more "
+                f"than one; train with --multi-label, or choose one label: run {run}"
             )
         return image, int(labels[0]) if labels[0].is_integer() else labels[0]
     except DAMAGED as e:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from paddle_resnet.data import indexes, shards, split_names
+from paddle_resnet.data import indexes, shards, sniffer, split_names
 from paddle_resnet.data.images import IMAGE_EXTENSIONS, TEXT_LIMIT, Image, readable, some
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
@@ -105,7 +105,7 @@ def _parse_rows(data, f, shard_size):
         raise UsageError(
             f"{f.name}: {len(incomplete)} of {counted(len(lines), 'sample')} without image or label: the sample at "
             f"byte {row[1].decode()} has the extensions {_listed(found)}, but needs an image "
-            f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file; write the shard again {_remedy(found)}"
+            f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file; {_remedy(f.name, found)}"
         )
     return of_parts
 
@@ -114,13 +114,16 @@ def _listed(names):
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _remedy(extensions):
-    """Return how to write the shard again, given the extensions in a sample without image or label."""
+def _remedy(path, extensions):
+    """Return what to do with a shard, given the extensions in a sample without image or label."""
     if any("." in e and _part(e.rpartition(".")[2].encode()) != "other" for e in extensions):
-        return "with keys that contain no dots, because a key ends at its first dot"
-    if "json" in extensions and "cls" not in extensions:
-        return "with the class number of each sample in a .cls file"
-    return "with the files of each sample next to each other, and without samples that lack one of the two"
+        return "write the shard again with keys that contain no dots, because a key ends at its first dot"
+    if "cls" not in extensions and not {"json", "txt"}.isdisjoint(extensions):
+        return f"run {sniffer.import_command(os.path.dirname(path))}"
+    return (
+        "write the shard again with the files of each sample next to each other, and without samples that lack one of "
+        "the two"
+    )
 
 
 def _part(extension):
@@ -361,8 +364,11 @@ def read_label(f: BinaryIO, offset: int, size: int) -> int:
     f.seek(offset)
     text = f.read(size)
     if not re.fullmatch(rb"[0-9]{1,%d}\s*" % LABEL_DIGITS, text):
-        shown = ascii(text[:20].decode(errors="replace"))
-        raise shards.no_label(f.name, offset, f"the label {shown} is not a number of up to {LABEL_DIGITS} digits")
+        shown = text[:20].decode(errors="replace")
+        reason = f"the label {shown!a} is not a number of up to {LABEL_DIGITS} digits"
+        is_name = shown.strip().isprintable() and re.search("[^\\W\\d]", shown)
+        remedy = {"remedy": f"run {sniffer.import_command(os.path.dirname(f.name))}"} if is_name else {}
+        raise shards.no_label(f.name, offset, reason, **remedy)
     return int(text)
 
 

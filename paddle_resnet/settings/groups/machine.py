@@ -35,8 +35,8 @@ class Settings:
     )
     cuda_graph: bool = flag(
         True,
-        "capture a training step as a CUDA graph and replay it with one call; requires native kernels "
-        "and a single host; not supported with --profile-steps",
+        "capture a training step as a CUDA graph and replay it with one call; requires native "
+        "kernels; not supported with --profile-steps",
         topic="machine",
         kind="machine",
     )
@@ -55,8 +55,8 @@ class Settings:
     )
     data_layout: str = flag(
         "NCHW",
-        "memory layout of the images; on a CPU with --kernels auto, NHWC is the default if the custom kernels can be "
-        "built",
+        "memory layout of the images; on a CPU, NHWC is the default with --program-representation pir, and with "
+        "--kernels auto if the custom kernels can be built",
         topic="precision",
         choices=["NCHW", "NHWC"],
     )

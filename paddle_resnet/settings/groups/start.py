@@ -25,7 +25,7 @@ class Settings:
         parse=files.argument,
         metavar="FILE",
     )
-    run_scope: str = flag(
+    run_scope: RunScope = flag(
         "train_eval",
         f"phases of the run: {', '.join(s.value for s in RunScope)}",
         topic="start",

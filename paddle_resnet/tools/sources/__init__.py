@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paddle_resnet.data import classes as classes_of
-from paddle_resnet.data import parquet_files, sniffer
+from paddle_resnet.data import layout, parquet_files, sniffer
 from paddle_resnet.data.formats import folder
 from paddle_resnet.data.images import Image
 from paddle_resnet.tools import convert, split
-from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, recordio, tables, tfrecords
+from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, recordio, tables, tar_shards, tfrecords
 from paddle_resnet.tools.sources.options import DEFAULT_VAL, Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
@@ -27,6 +27,7 @@ KINDS = {
     "table": tables.read,
     "parquet": parquet.read,
     "tfrecord": tfrecords.read,
+    "webdataset": tar_shards.read,
     "recordio": recordio.read,
     "lmdb": caffe.read,
     "array": arrays.read,
@@ -35,7 +36,7 @@ KINDS = {
 # {option: kinds that use it}
 _USED = {
     "image_column": ("table", "parquet", "tfrecord"),
-    "label_column": ("table", "parquet", "tfrecord", "array"),
+    "label_column": ("table", "parquet", "tfrecord", "webdataset", "array"),
     "split_column": ("table",),
     "delimiter": ("table",),
     "label_index": ("tfrecord", "recordio"),
@@ -167,17 +168,21 @@ def _detected(source, options):
     """Return (kind, folder to import) of a folder: the first detected kind that uses all options, otherwise the kind
     that the options imply, otherwise the first detected kind or None."""
     used = [kinds for name, kinds in _USED.items() if getattr(options, name) is not None]
-    detected = [(sight.kind, sight.root or source) for sight in sniffer.look(source) if sight.kind]
+    sights = sniffer.look(source)
+    detected = [(sight.kind, sight.root or source) for sight in sights if sight.kind]
     usable = [(kind, root) for kind, root in detected if all(kind in kinds for kinds in used)]
     if usable or (detected and not used):
         kind, root = (usable or detected)[0]
         if root != os.fspath(source):
             logger.info(f"{source}: the data set is in {root}")
         return kind, root
-    if options.class_depth is not None or (not detected and _has_class_folders(source)):
+    if options.class_depth is not None:
         return "nested", source
     if options.image_column or options.label_column:
         return "table", source
+    # Files that are seen and cannot be read, such as a table without a known column, may contain the labels.
+    if not any(sight.todo for sight in sights) and _has_class_folders(source):
+        return "nested", source
     return (detected or [(None, source)])[0]
 
 
@@ -225,6 +230,8 @@ def describe(source: str | Path) -> list[str]:
     if os.path.isfile(source) and (kind := _kind_of_file(source)):
         return [printable(f"{source}: imported as {kind}")]
     sights = sniffer.look(source) if os.path.isdir(source) else []
+    if os.path.isdir(source) and (near := layout.neighbors(source)) and not any(s.is_certain for s in sights):
+        return [f"{printable(near[0])}: class folders of both splits; use --image-root {shlex.quote(near[0])}"]
     if not sights:
         return [f"{source}: {_unknown(source)}"]
     return [printable(f"{sight.what}{f'; {sight.todo}' if sight.todo else ''}") for sight in sights]

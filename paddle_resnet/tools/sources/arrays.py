@@ -145,7 +145,7 @@ def _chosen(path, labels, column):
     labels = np.asarray(next(iter(labels.values())) if column is None else labels[column])
     if labels.ndim == 2 and labels.shape[1] > 1:
         raise UsageError(
-            f"{path}: has {labels.shape[1]} labels per image; this program trains one label per image, so use a "
+            f"{path}: has {labels.shape[1]} labels per image; the import writes one label per image, so use a "
             "different data set"
         )
     if labels.dtype.kind not in "iu":

@@ -257,7 +257,10 @@ def _labeled(source, val, wnid_of, label_of):
             left_out += 1
     if left_out:
         images = counted(left_out, "validation image")
-        logger.warn(f"{source}: {images} left out, because their classes have no training images; add these if needed")
+        logger.warn(
+            f"{source}: {images} left out, because their classes have no training images; add these training images to "
+            "import all"
+        )
 
 
 def _label_files(source, data, classes):

@@ -36,11 +36,20 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     top = sorted({parts[0] for parts in parts_of.values() if parts})
     has_splits = bool(top) and all(map(split_of, top))
     if not has_splits and "train" in map(split_of, top):
-        other = ", ".join([name for name in top if split_of(name) is None][:5])
-        raise UsageError(
-            f"{source}: contains images in {other} next to a training split; import a folder that contains only the "
-            "splits"
+        names = {name for name in top if split_of(name) is None}
+        others = {path: parts for path, parts in parts_of.items() if parts and parts[0] in names}
+        # Images outside class folders, such as seg_pred/seg_pred/0.jpg, have no labels.
+        if any(len({*parts}) > 1 for parts in others.values()):
+            raise UsageError(
+                f"{source}: contains images in {', '.join(sorted(names)[:5])} next to a training split; import a "
+                "folder that contains only the splits"
+            )
+        logger.warn(
+            f"{source}: {counted(len(others), 'image')} left out, because {next(iter(others))} is next to the splits "
+            "and in no class folder"
         )
+        parts_of = {path: parts for path, parts in parts_of.items() if path not in others}
+        has_splits = True
     # The split of all images, if there are no folders of splits below `shared`.
     only = next(filter(None, map(split_of, reversed(shared.split(os.sep)))), "train")
     ends_in_split = not has_splits and all(parts[1:] and parts[-1].lower() in SPLIT_OF for parts in parts_of.values())

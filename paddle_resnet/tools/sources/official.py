@@ -1,4 +1,4 @@
-"""Read the official splits of CUB-200, Oxford-IIIT Pets, Oxford Flowers 102 and Food-101.
+"""Read the official splits of CUB-200, Oxford-IIIT Pets, Oxford Flowers 102, Tiny ImageNet and Food-101.
 
 All functions raise UsageError if a file is damaged or cannot be read.
 """
@@ -6,7 +6,7 @@ All functions raise UsageError if a file is damaged or cannot be read.
 import json
 import os
 
-from paddle_resnet.data.images import readable
+from paddle_resnet.data.images import IMAGE_SUFFIXES, readable
 from paddle_resnet.tools.sources.table_files import Row, read_lines
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
@@ -98,6 +98,26 @@ def flowers(root: str) -> list[Row]:
             place = f"{root}/setid.mat: image {number}"
             label = str(tables["labels"][number - 1] - 1)
             rows.append(Row(f"image_{number:05d}.jpg", label, split, place, "jpg"))
+    return rows
+
+
+def tiny_imagenet(root: str) -> list[Row]:
+    """Read Tiny ImageNet: train/WNID/images/, and val/images/ with val_annotations.txt (image, WordNet id and box).
+    Return [Row] with WordNet ids as labels."""
+    rows = []
+    train = os.path.join(root, "train")
+    with readable(train):
+        for wnid in sorted(os.listdir(train)) if os.path.isdir(train) else []:
+            folder = os.path.join(train, wnid, "images")
+            names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+            names = [name for name in names if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")]
+            rows += (Row(f"train/{wnid}/images/{name}", wnid, "train", folder) for name in names)
+    path = os.path.join(root, "val", "val_annotations.txt")
+    for number, line in enumerate(read_lines(path), 1):
+        cells = line.split("\t")
+        if len(cells) not in (2, 6):
+            raise UsageError(f"{path}: line {number} is not an image, a WordNet id and a box; download it again")
+        rows.append(Row(cells[0], cells[1].strip(), "val", f"{path}: line {number}", "val/images"))
     return rows
 
 

@@ -154,7 +154,7 @@ def one_of(values: Sequence[T], index: int | None, place: str) -> T:
         raise UsageError(f"{place}: has no label; add one, or remove the image")
     if index is None:
         raise UsageError(
-            f"{place}: has {len(values)} labels; this program trains one label per image, so choose one with "
+            f"{place}: has {len(values)} labels; the import writes one label per image, so choose one with "
             f"--label-index 0 to {len(values) - 1}"
         )
     if index >= len(values):

@@ -43,11 +43,12 @@ class Row:
 
 
 def read_lines(path: str) -> list[str]:
-    """Return the lines of a text file. Raise UsageError if the file cannot be read or is not UTF-8."""
+    """Return the lines of a text file in UTF-8 or, with a byte order mark, UTF-16. Raise UsageError if the file cannot
+    be read or has a different encoding."""
     with readable(path), open_regular(path, _TEXT_LIMIT) as f:
         data = f.read()
     try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
+        return data.decode(sniffer.encoding(data)).replace("\r\n", "\n").removesuffix("\n").split("\n")
     except UnicodeDecodeError as e:
         line = data[: e.start].count(b"\n") + 1
         raise UsageError(f"{path}: line {line} is not UTF-8; convert the file to UTF-8") from e
@@ -69,16 +70,18 @@ def read(tables: Iterable[str], root: str, images, options: Options) -> list[Row
         split = split_of(relative)
         if name == ROBOFLOW or (options.label_column is None and sniffer.is_one_hot(path)):
             rows += _one_hot(path, folder, split)
-        elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, options):
+        elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, images.names_one(folder), options):
             rows += _columns(path, folder, split, images, options)
         else:
             rows += _list(path, folder, split, images, options)
     return rows
 
 
-def _has_header(path, options):
-    known = any(sniffer.normalized(column) in sniffer.IMAGE_COLUMNS for column in sniffer.header(path))
-    return known or options.image_column is not None or path.lower().endswith(".jsonl")
+def _has_header(path, is_image, options):
+    names = sniffer.header(path)
+    known = any(sniffer.normalized(column) in sniffer.IMAGE_COLUMNS for column in names)
+    known = known or options.image_column is not None or path.lower().endswith(".jsonl")
+    return known or (not any(map(is_image, names)) and bool(sniffer.image_columns(path, is_image)))
 
 
 def _cells(path, delimiter=None):
@@ -147,10 +150,14 @@ def _columns(path, folder, split, images, options):
             raise UsageError(f"{path}: the columns {shown} are all candidates for {flag}; set it to one of them")
         return candidates[0] if candidates else None
 
+    # The columns whose first value is an image, if possible with a known name. Several columns, such as id and path,
+    # may name the same image.
     at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
-    if len(at_images) > 1 and cells:  # keep the columns whose first value is an image
-        first = [i for i in at_images if images.find(Row(cells[0][1][i], "", split, "", folder))]
-        at_images = first or at_images
+    first = {i: images.find(Row(cells[0][1][i], "", split, "", folder)) for i in range(len(header)) if cells}
+    named = [i for i in at_images if first.get(i)]
+    at_images = named or sniffer.image_columns(path, images.names_one(folder)) or at_images
+    if len({tuple(first.get(i, [i])) for i in at_images}) == 1:
+        at_images = at_images[:1]
     at_image = index("--image-column", options.image_column, at_images)
     at_labels = [i for i, name in enumerate(known) if name in sniffer.LABEL_COLUMNS and i != at_image]
     if not at_labels and len(header) == 2 and at_image is not None:
@@ -164,6 +171,8 @@ def _columns(path, folder, split, images, options):
     if at_split is not None and options.split_column is None:
         is_known = any(_split_value(header[at_split], row[at_split]) for _, row in cells)
         at_split = at_split if is_known else None
+    if at_split is None:  # a column with a different name, such as Usage, that contains nothing but names of splits
+        at_split = index("--split-column", None, _columns_of_splits(cells, {at_image, at_label}))
     rows = []
     for number, row in cells:
         place = f"{path}: line {number}"
@@ -176,6 +185,14 @@ def _columns(path, folder, split, images, options):
                 raise UsageError(f"{place}: {value} in column {header[at_split]} is not a split; write {valid}")
         rows.append(Row(row[at_image], row[at_label], own, place, folder))
     return rows
+
+
+def _columns_of_splits(cells, excluded):
+    """Return the indexes of the columns that contain the names of at least two splits and nothing else."""
+    width = len(cells[0][1]) if cells else 0
+    values = ({SPLIT_OF.get(row[i].lower()) for _, row in cells} for i in range(width) if i not in excluded)
+    others = [i for i in range(width) if i not in excluded]
+    return [i for i, found in zip(others, values, strict=True) if None not in found and len(found) > 1]
 
 
 def _split_value(column, value):
@@ -197,19 +214,23 @@ def _one_hot(path, folder, split):
     _, header = next(cells, (0, []))
     rows = []
     for number, (image, *flags) in cells:
-        if not {*flags} <= {"0", "1"} or flags.count("1") != 1:
+        flags = [*map(sniffer.flag, flags)]
+        if None in flags or sum(flags) != 1:
             raise UsageError(
-                f"{path}: line {number} does not contain exactly one 1 and otherwise 0; this program trains one label "
+                f"{path}: line {number} does not contain exactly one 1 and otherwise 0; the import writes one label "
                 "per image, so correct or remove the line"
             )
-        rows.append(Row(image, header[1 + flags.index("1")], split, f"{path}: line {number}", folder))
+        rows.append(Row(image, header[1 + flags.index(1)], split, f"{path}: line {number}", folder))
     return rows
 
 
 def _list(path, folder, split, images, options):
     """Return [Row] of a list without a header, whose lines contain the image, a delimiter and the label; or, without
-    labels, the path of the image, whose folder is the label."""
+    labels, the path of the image, whose folder is the label. The lines of a list of MXNet (.lst) contain a number, the
+    label and the image, separated by tabs."""
     lines = [(number, line) for number, line in enumerate(read_lines(path), 1) if line.strip()]
+    if path.lower().endswith(".lst"):
+        return [_row_of_mxnet(line, split, f"{path}: line {number}", folder) for number, line in lines]
     delimiters = ("\t", ",", ";", None) if options.delimiter is None else (options.delimiter,)
 
     def parts(line, delimiter):
@@ -240,3 +261,11 @@ def _list(path, folder, split, images, options):
             )
         rows.append(Row(*cells, split, f"{path}: line {number}", folder))
     return rows
+
+
+def _row_of_mxnet(line, split, place, folder):
+    cells = line.strip().split("\t")
+    if len(cells) != 3:
+        problem = "is not a number, a label and an image" if len(cells) < 3 else "has several labels"
+        raise UsageError(f"{place} {problem}; write one label per image, separated by tabs")
+    return Row(cells[2], cells[1], split, place, folder)

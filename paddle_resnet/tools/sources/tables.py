@@ -22,6 +22,7 @@ from paddle_resnet.utils.errors import UsageError, counted
 _ANNOTATIONS = ("annotations", "annotation", "labels", "label")  # folders of tables
 _SUBFOLDERS = 50  # subfolders of a folder with more than this number are not searched for images
 _NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
+_ELSEWHERE = re.compile(r"/|[a-z]:[\\/]|[a-z0-9]+://", re.IGNORECASE)  # start of an absolute path or a URL
 
 
 def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
@@ -52,7 +53,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     rows = [row for row, path in zip(rows, paths, strict=True) if path is not None]
     if not rows:
         raise UsageError(f"{source}: none of the images is in {root}; use the folder that contains the images")
-    names = names or label_names(root)
+    tables = {row.place.rpartition(": ")[0] for row in rows}
+    names = names or label_names(root, tables)
     labels, names = _numbered(source, rows, names)
     splits = defaultdict(list)
     for row, label, path in zip(rows, labels, filter(None, paths), strict=True):
@@ -128,8 +130,8 @@ class _Images:
         image = row.image
         if os.path.isabs(image):
             image = os.path.relpath(image, os.path.abspath(self._root))
-        if image.startswith("..") or "/../" in image:
-            return []
+        if image.startswith("..") or "/../" in image or _ELSEWHERE.match(image):
+            return self._moved(row) if _ELSEWHERE.match(row.image) else []
         for folders in ([row.folder], [""], *self._by_preference(row.split)):
             found = []
             for folder in folders:
@@ -138,6 +140,23 @@ class _Images:
             if found:
                 return list(dict.fromkeys(found))
         return self.find(Row(image.replace("\\", "/"), *_rest(row))) if "\\" in image else []
+
+    def _moved(self, row):
+        """Return the result of find() for the longest end of a path on a different computer that exists here."""
+        parts = re.split(r"[\\/]+", row.image)[1:]
+        if ".." in parts:
+            return []
+        ends = ("/".join(parts[start:]) for start in range(len(parts)))
+        return next((found for end in ends if end and (found := self.find(Row(end, *_rest(row))))), [])
+
+    def names_one(self, folder):
+        """Return a function that tells whether a cell of a table in `folder` is the path, name or id of an image."""
+
+        def is_image(cell):
+            found = self.find(Row(cell.strip(), "", None, "", folder)) if cell.strip() else []
+            return any(path.lower().endswith(IMAGE_SUFFIXES) for path in found)
+
+        return is_image
 
 
 def _rest(row):
@@ -165,6 +184,8 @@ def _found(root, rows, images, allow_partial):
             )
         if path in place_of:
             raise UsageError(f"{row.place}: {row.image} is also in {place_of[path]}; remove one of the lines")
+        if not place_of and _ELSEWHERE.match(row.image) and not os.path.exists(row.image):
+            logger.warn(f"{row.place}: {row.image} does not exist; {path} in {root}, the longest end of it, is used")
         place_of[path] = row.place
         paths.append(path)
     if missing:
@@ -186,14 +207,16 @@ def _numbered(source, rows, names):
         UsageError: a row has no label or several labels, or its label is not a class.
     """
     for row in rows:
-        if not row.label:
+        if not row.label or row.label.lower() == "nan":  # pandas
             raise UsageError(f"{row.place}: has no label; write it, or remove the line")
-        if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+", row.label):
+        # Several numbers, or a list or an object in JSON or Python.
+        if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+|\[.*\]|\{.*\}", row.label):
             raise UsageError(
-                f"{row.place}: has several labels ({row.label[:50]}); this program trains one label per image, so "
+                f"{row.place}: has several labels ({row.label[:50]}); the import writes one label per image, so "
                 "keep one"
             )
     if not all(_is_float(row.label) for row in rows):
+        _check_several(rows)
         return _numbered_names(rows, names)
     labels = []
     for row in rows:
@@ -219,6 +242,25 @@ def _numbered(source, rows, names):
     return [label - first for label in labels], names
 
 
+def _check_several(rows):
+    """Raise UsageError if a label consists of several others. Log a warning if labels differ only in case."""
+    all_labels = {row.label for row in rows}
+    for row in rows:
+        for delimiter in ",;|":
+            parts = [part.strip() for part in row.label.split(delimiter)]
+            if len(parts) > 1 and all_labels.issuperset(parts):
+                raise UsageError(
+                    f"{row.place}: has several labels ({row.label[:50]}); an import has one label per image, so keep "
+                    "one, or train with --multi-label"
+                )
+    first = {}
+    for label in sorted(all_labels):
+        other = first.setdefault(label.casefold(), label)
+        if other != label:
+            logger.warn(f"the labels {other} and {label} differ only in case, and are different classes")
+            return
+
+
 def _numbered_names(rows, names):
     path, names, _ = names or (None, sorted({row.label for row in rows}), None)
     label_of = {name: label for label, name in enumerate(names)}
@@ -241,9 +283,11 @@ def _rows_of_folder(root, images, options):
         return official.cub(root)
     if os.path.isfile(os.path.join(root, "annotations", "trainval.txt")):
         return official.pets(root)
+    if os.path.isfile(os.path.join(root, "val", "val_annotations.txt")):
+        return official.tiny_imagenet(root), None
     if food := official.food(root):
         return food, None
-    tables = _tables(root, options)
+    tables = _tables(root, images, options)
     if not tables:
         raise UsageError(
             f"{root}: contains no table with the columns of images and labels; choose them with --image-column and "
@@ -252,31 +296,28 @@ def _rows_of_folder(root, images, options):
     return table_files.read(tables, root, images, options), None
 
 
-def _tables(root, options):
+def _tables(root, images, options):
     """Return the paths of the tables in a folder: one table without a split, or one for each split; [] if there are
     none. Raise UsageError if there are several tables for a split."""
     folders = [
         "",
         *(name for name in sorted(os.listdir(root)) if split_of(name) and os.path.isdir(os.path.join(root, name))),
     ]
+    names = sorted(os.listdir(root))
     groups = (
         [os.path.join(root, f, name) for f in folders for name in ("metadata.csv", "metadata.jsonl")],
         [os.path.join(root, f, ROBOFLOW) for f in folders],
         *(
-            [path for f in group for path in _listed(os.path.join(root, f)) if _has_columns(path, options)]
-            for group in ([""], folders[1:], _ANNOTATIONS)
+            [path for f in group for path in _listed(os.path.join(root, f)) if _has_columns(path, f, images, options)]
+            for group in ([""], folders[1:], _ANNOTATIONS, _without_images(root, folders))
         ),
-        [
-            os.path.join(root, name)
-            for name in sorted(os.listdir(root))
-            if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)
-        ],
-        [
-            os.path.join(root, name)
-            for name in sorted(os.listdir(root))
-            if name.endswith(".txt") and name[:-4].lower() in SPLIT_OF
-        ],
+        [os.path.join(root, name) for name in names if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)],
+        [os.path.join(root, name) for name in names if name.endswith(".txt") and name[:-4].lower() in SPLIT_OF],
         [os.path.join(root, "meta", f"{name}.txt") for name in SPLIT_OF],
+        *(
+            [path for path in _listed(root) if path.endswith(ending) and sniffer.is_list(path, images.names_one(""))]
+            for ending in (".lst", ".txt")
+        ),
     )
     for group in groups:
         tables = [path for path in group if os.path.isfile(path)]
@@ -285,19 +326,34 @@ def _tables(root, options):
         of_split = defaultdict(list)
         for path in tables:
             of_split[split_of(os.path.relpath(path, root)) or "train"].append(path)
-        for paths in of_split.values():
+        for _, paths in sorted(of_split.items(), key=lambda item: item[0] != "train"):
             if len(paths) > 1:
                 shown = ", ".join(os.path.relpath(path, root) for path in paths[:5])
-                raise UsageError(f"{root}: contains several tables ({shown}); import one of them, such as {paths[0]}")
+                example = next((path for path in paths if split_of(os.path.basename(path))), paths[0])
+                raise UsageError(
+                    f"{root}: contains several tables ({shown}); import one of them, such as {example}, or move the "
+                    "others to a different folder"
+                )
         return tables
     return []
+
+
+def _without_images(root, excluded):
+    """Return the names of the folders in root that contain no images, except those in `excluded`."""
+    folders = [name for name in sorted(os.listdir(root)) if name not in excluded and not name.startswith(".")]
+    folders = [name for name in folders if os.path.isdir(os.path.join(root, name))]
+    return [
+        name
+        for name in (folders if len(folders) <= _SUBFOLDERS else [])
+        if not any(file.lower().endswith(IMAGE_SUFFIXES) for file in os.listdir(os.path.join(root, name)))
+    ]
 
 
 def _listed(folder):
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
 
 
-def _has_columns(path, options):
+def _has_columns(path, folder, images, options):
     return path.lower().endswith(sniffer.TABLE_SUFFIXES) and sniffer.is_table(
-        path, options.image_column, options.label_column
+        path, options.image_column, options.label_column, images.names_one(folder)
     )

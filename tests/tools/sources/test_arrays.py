@@ -356,7 +356,7 @@ BAD = {
     "npz of other arrays": (npz(a=BYTES, b=BYTES), "contains the arrays a, b, but not train_images and train_labels"),
     "several labels": (
         npz(train_images=BYTES, train_labels=np.zeros((2, 14), np.uint8)),
-        "a.npz: has 14 labels per image; this program trains one label per image",
+        "a.npz: has 14 labels per image; the import writes one label per image",
     ),
     "volumes": (
         npz(train_images=np.zeros((2, 8, 8, 8), np.uint8), train_labels=np.zeros(2, np.uint8)),

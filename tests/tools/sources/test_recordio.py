@@ -55,7 +55,7 @@ def test_image_that_contains_the_magic_number(tmp_path):
 def test_several_labels_are_reported_with_remedy(tmp_path):
     write(tmp_path / "x", lambda k: [k, 7], "train.rec", "val.rec")
     message = error_of_training(tmp_path / "x")
-    assert "train.rec: the record at byte 0 has 2 labels; this program trains one label per image, so choose" in message
+    assert "train.rec: the record at byte 0 has 2 labels, but only --multi-label reads more than one; train" in message
     imported = obey(message)
     assert all(colors_match(DataRoot(imported).images(mode)[1]) for mode in Mode)
 
@@ -68,7 +68,7 @@ def cut(root):
 BAD = {
     "several labels": (
         lambda root: write(root, lambda k: [k, 1]),
-        "a_train.rec: the record at byte 0: has 2 labels; this program trains one label per image, so choose one with "
+        "a_train.rec: the record at byte 0: has 2 labels; the import writes one label per image, so choose one with "
         "--label-index 0 to 1",
     ),
     "fraction": (

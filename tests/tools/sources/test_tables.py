@@ -296,16 +296,20 @@ def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
     lines = rows(lambda file, k, _: f"{file},{k + 1},{NAMES[k]},{'valid' if k % 2 else 'train'}", ("train",))
     put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines}")
     put(tmp_path / "other.csv", "photo,x\n")
+    problem = "data.csv: a table of images, whose column of labels is not recognized; run"
     with pytest.raises(
-        UsageError, match=f"^{tmp_path}: it contains 20? images|not recognized as a data set; choose the kind with --as"
+        UsageError, match=f"^{tmp_path}: it contains {problem} .* set to one of these: number, kind, fold$"
     ):
         sources.read(tmp_path)
-    _, splits, classes = sources.read(tmp_path, options=Options(image_column="photo", label_column="kind"))
+    columns = Options(image_column="photo", label_column="kind")
+    for options in (columns, Options(image_column="photo", label_column="kind", split_column="fold")):
+        with pytest.raises(UsageError, match="has 2 classes with validation images, but without training images"):
+            sources.read(tmp_path, options=options)
+    # A column that contains other values than names of splits is not one.
+    put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines.replace('valid', '1').replace('train', '2')}")
+    _, splits, classes = sources.read(tmp_path, options=columns)
     assert classes == NAMES
     assert colors_match(image for images in splits.values() for image in images)
-    columns = Options(image_column="photo", label_column="kind", split_column="fold")
-    with pytest.raises(UsageError, match="has 2 classes with validation images, but without training images"):
-        sources.read(tmp_path, options=columns)
 
 
 def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
@@ -381,6 +385,26 @@ BAD = {
     "fraction": (table("id,label\nt0a,0.0\nt0b,0.5\n"), "line 3: label 0.5 is not a class"),
     "empty label": (table("id,label\nt0a,0\nt0b,\n"), "line 3: has no label"),
     "several labels": (table('id,label\nt0a,0\nt0b,"1 2"\n'), "line 3: has several labels (1 2)"),
+    "NaN": (table("id,label\nt0a,0\nt0b,NaN\n"), "line 3: has no label; write it"),
+    "null in JSON": (
+        table('{"file_name": "t0a", "label": 0}\n{"file_name": "t0b", "label": null}\n', "metadata.jsonl"),
+        "line 2: has no label; write it",
+    ),
+    "several labels as text": (
+        table("id,label\nt0a,a\nt0b,b\nt0c,a|b\n"),
+        "line 4: has several labels (a|b); an import has one label per image, so keep one, or train with --multi-label",
+    ),
+    "list of labels": (table("id,label\nt0a,\"['a', 'b']\"\nt0b,b\n"), "line 2: has several labels (['a', 'b'])"),
+    "same image at the end of two paths": (
+        table("path,label\n/a/t0a.jpg,a\n/b/t0a.jpg,b\n"),
+        "line 3: /b/t0a.jpg is also in ",
+    ),
+    "absolute path with ..": (table("path,label\n/a/../t0a.jpg,a\nC:\\t0b.jpg,b\n"), "line 2: /a/../t0a.jpg is not in"),
+    "damaged UTF-16": (table("id,label\nt0a,a\n".encode("utf-16")[:-1]), "is not UTF-8; convert the file to UTF-8"),
+    "list of MXNet with several labels": (
+        table("0\t1\t2\timages/t0a.jpg\n", "train.lst"),
+        "line 1 has several labels; write one label per image",
+    ),
     "two label columns": (
         table("id,label,breed\nt0a,0,a\n"),
         "the columns label, breed are all candidates for --label-column; set it",

@@ -9,6 +9,7 @@ from scipy import io as matlab
 from test_archives import zipped
 
 from layouts import color_of, colors_match, error_of_import, error_of_training, image, obey, put
+from paddle_resnet.data import sniffer
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
@@ -159,7 +160,7 @@ def test_numbers_with_different_widths_are_the_same_class(tmp_path):
     assert colors_match(DataRoot(tmp_path).images(Mode.EVAL)[1])
 
 
-@pytest.mark.parametrize("suffix", ["HEIC", "avif", "gif"])
+@pytest.mark.parametrize("suffix", ["HEIC", "avif", "gif", "ppm"])
 def test_images_of_unsupported_formats_are_named(tmp_path, suffix):
     for split in ("train", "val"):
         for k in range(3):
@@ -184,6 +185,7 @@ def flowers(root):
 
 def test_oxford_flowers(tmp_path):
     flowers(tmp_path / "x")
+    assert len(sniffer.look(tmp_path / "x")) == 1  # setid.mat is not reported as an unreadable array
     message = error_of_training(tmp_path / "x")
     assert "imagelabels.mat: labels of Oxford Flowers 102; run `" in message
     imported = obey(message)

@@ -1,10 +1,11 @@
-"""Multi-label classification: images with any number of classes (docs/multilabel.md)."""
+"""The task: one class per image, or any number of classes (--multi-label, docs/multilabel.md)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.settings.values import listed
+from paddle_resnet.tasks import MultiLabel, SingleLabel, Task
 from paddle_resnet.utils import numbers
 
 EXAMPLE = "4,0,0.05"
@@ -28,6 +29,10 @@ class Settings:
         metavar="NEGATIVE,POSITIVE,MARGIN",
         used_by=("multi_label", (True,)),
     )
+
+    def task(self, num_classes: int) -> Task:
+        """Return the task of a network with `num_classes` outputs."""
+        return MultiLabel(num_classes, self.asymmetric_loss) if self.multi_label else SingleLabel(num_classes)
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:

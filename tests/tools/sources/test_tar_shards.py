@@ -1,0 +1,69 @@
+"""WebDataset tar shards whose labels are text, or in JSON. test_downloads.py imports shards with each kind of label."""
+
+import json
+
+import pytest
+from test_downloads import NAMES, shards
+
+from layouts import colors_match, error_of_import, image, put, write_tar
+from paddle_resnet.tools import sources
+from paddle_resnet.tools.sources import Options
+from paddle_resnet.utils.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+
+
+def test_label_column_of_shards(tmp_path):
+    shards("json", lambda k: json.dumps({"label": k, "class": NAMES[k]}))(tmp_path)
+    with pytest.raises(UsageError, match="the keys label, class are all candidates for --label-column; set it to one"):
+        sources.read(tmp_path)
+    for column, names in (("label", None), ("class", NAMES)):
+        kind, splits, classes = sources.read(tmp_path, options=Options(label_column=column))
+        assert (kind, classes) == ("webdataset", names)
+        assert all(map(colors_match, splits.values()))
+
+
+def shard(*files):
+    return lambda root: put(root / "train-000000.tar", write_tar(files))
+
+
+def gap(root):
+    shards("txt", NAMES.__getitem__)(root)
+    put(root / "train-000002.tar", (root / "train-000000.tar").read_bytes())
+
+
+def truncated(root):
+    shards("txt", NAMES.__getitem__)(root)
+    put(root / "val-000000.tar", (root / "val-000000.tar").read_bytes()[:5000])
+
+
+A = ("a.jpg", image(0))
+BAD_SHARDS = {
+    "missing shard": (gap, "train-*.tar: 1 shard missing (number 1); download them, or use --allow-partial"),
+    "truncated": (truncated, "val-000000.tar: damaged (unexpected end of data); download it again"),
+    "no image": (shard(("a.cls", b"0")), "train-000000.tar: sample a has no image (cls)"),
+    "two images": (
+        shard(A, ("a.png", image(0, kind="PNG"))),
+        "sample a has the images jpg, png; write the shard again",
+    ),
+    "same file twice": (shard(A, A), "train-000000.tar: sample a has several .jpg files; keep one of them"),
+    "no label": (shard(A), "sample a: has no label (jpg); add a file a.cls, a.json or a.txt"),
+    "empty label": (shard(A, ("a.cls", b" ")), "sample a: has no label; write it, or remove the image"),
+    "several labels": (shard(A, ("a.json", b'{"label": [0, 1]}')), "sample a: label is [0, 1], not one label"),
+    "damaged JSON": (shard(A, ("a.json", b"{")), "sample a: its .json file is damaged"),
+    "no known key": (shard(A, ("a.json", b'{"x": 0}')), "no key is recognized for --label-column; set it to one of x"),
+    "not UTF-8": (shard(A, ("a.cls", b"\xff")), "sample a: its .cls file is damaged"),
+    "negative": (shard(A, ("a.cls", b"-1")), "sample a: label -1 is not a class"),
+    "out of range": (shard(A, ("a.cls", b"7")), "sample a: has label 7, but there are only 1 images"),
+    "captions": (
+        shard(A, ("a.txt", b"a bird"), ("b.jpg", image(1)), ("b.txt", b"a fish")),
+        "2 of 2 texts in .txt files are different, so they are not labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SHARDS)
+def test_bad_shards_exit_with_code_2_and_leave_no_output(tmp_path, capsys, name):
+    build, message = BAD_SHARDS[name]
+    build(tmp_path / "x")
+    assert message in error_of_import(tmp_path / "x", capsys)
