@@ -1111,6 +1111,35 @@ def test_convolution_checks_its_arguments(device, where):
         run("native_conv2d_backward", x, filters, x[:, :2], None, *geometry, True, True)
 
 
+COUNT_THREADS = """
+import os
+import paddle
+from paddle.base import core
+from paddle_resnet.native import build
+
+build.load()
+x, channel = paddle.ones([2, 64, 64, 64]), [paddle.ones([64]) for _ in range(4)]
+counts = []
+for name, *args in (
+    ("conv2d", x, paddle.ones([64, 64, 1, 1]), [1, 1], [0, 0, 0, 0], [1, 1], 1),
+    ("bn_act", x, *channel, 0.9, 1e-5, "relu"),
+):
+    core.eager._run_custom_op(f"native_{name}", *args)
+    counts.append(len(os.listdir("/proc/self/task")))
+print(*counts)
+"""
+
+
+def test_operators_and_onednn_share_threads():
+    if native.missing() is not None or not native.has_onednn():
+        pytest.skip("no compiler, or no oneDNN 3 in this build of Paddle")
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", COUNT_THREADS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    by_onednn, by_both = map(int, done.stdout.split())
+    assert by_both == by_onednn
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_non_finite_values_propagate(device, where, dtype, value):

@@ -3,19 +3,11 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <vector>
-
-// The functions of an OpenMP runtime (GNU's interface) that the loops use. Headers of compilers would bring the
-// compiler's runtime, but two runtimes in a process have two pools of threads, whose waiting threads take the cores from
-// one another. build.py therefore links to Intel's runtime, whose threads also run Paddle's and oneDNN's loops.
-extern "C" {
-void GOMP_parallel(void (*run)(void *), void *data, unsigned threads, unsigned flags);
-int omp_get_max_threads();
-int omp_get_num_threads();
-int omp_get_thread_num();
-}
 
 namespace reference {
 
@@ -30,12 +22,11 @@ inline int threads_for(int64_t elements) {
 // Divides the range [0, size) among `threads` threads, and calls run(thread, first, last) in each.
 template <class Run>
 void in_parallel(int threads, int64_t size, const Run &run) {
-  if (threads == 1) return run(0, int64_t{0}, size);
-  auto part = [&] {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
     const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
     run(static_cast<int>(thread), size * thread / count, size * (thread + 1) / count);
-  };
-  GOMP_parallel([](void *data) { (*static_cast<decltype(part) *>(data))(); }, &part, threads, 0);
+  }
 }
 
 // Partial sums in float64, one row of `size` sums per thread.
