@@ -8,7 +8,7 @@ Rows have the same form as in sweep.py, but without GPUS. The run of a row with 
 `--dali-random-seed 42+S`, and writes its checkpoints, report and log to OUTPUT/ROW/S. Runs start in the order of their
 seeds, so that after an interruption, all rows have about the same number of results. If the command is repeated, it
 resumes unfinished runs and does not repeat finished ones. OUTPUT/ROW/flags.json contains the flags and environment
-variables of the row, including --flags; if they have changed, the command is an error.
+variables of the row, including --flags; if these differ from those of the command, the command ends with an error.
 """
 
 import argparse
@@ -29,7 +29,8 @@ import sweep  # noqa: E402
 
 
 def result(folder: Path) -> tuple[float, float] | None:
-    """Return (top1 after the last epoch, minutes since the last start) of a run, or None if it has not finished."""
+    """Return (top1 after the last epoch, minutes since the last start) of a run, or None if the run has not
+    finished."""
     path = folder / "report.json"
     last = path.read_text().rpartition("DLLL ")[2] if path.exists() else ""
     if not last.endswith("}\n"):  # empty, or the run was killed while it wrote the line

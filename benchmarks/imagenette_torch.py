@@ -17,8 +17,8 @@ Three details differ from fastai, and the first two save time:
 - All images are decoded once, at the start, and kept in GPU memory. The GPU crops and resizes each batch with the
   weights of Pillow's antialiased bilinear filter, which fastai uses, but does not round the result. Validation images
   are resized once.
-- If gradients overflow, the GPU skips the update; the host does not wait to find out. Such a step counts as a training
-  step.
+- If gradients overflow, the GPU skips the update; the host does not wait to find out. A skipped step counts as a
+  training step.
 - Self-attention is computed in float32.
 
 Each evaluation prints one line with the seconds since the process started and the top1 accuracy. The last line is a
@@ -111,7 +111,7 @@ def _decode(path):
 
 def _weights(lengths, pixels, size, margin):
     """Return the weights [N, size, pixels] with which N rows of pixels are resized to size + 2 * margin pixels, without
-    the first and last `margin` of these."""
+    the first and last `margin` pixels."""
     scale = lengths[:, :, None] / (size + 2 * margin)
     centers = (torch.arange(margin, margin + size, device=pixels.device)[:, None] + 0.5) * scale
     weights = 1 - (pixels + 0.5 - centers).abs() / scale.clamp(min=1)
@@ -267,7 +267,7 @@ def update(
 
 class Ranger:
     """RAdam with lookahead (Zhang et al., arXiv:1907.08610), with one vector for all parameters with weight decay, and
-    one for BN parameters and biases, which have none.
+    one for BN parameters and biases, which have no weight decay.
 
     GradScaler reads param_groups and sets found_inf, as it does for PyTorch's optimizers.
     """

@@ -1,7 +1,7 @@
 """Measure time and memory of `dataset import` on a synthetic archive like ILSVRC2012_img_train.tar; print a Markdown
 table: `python benchmarks/import_archive.py DIR`.
 
-The archive contains 50,000 JPEG files of 105 KB (64 different ones) in 1,000 classes. DIR needs 11 GB.
+The archive contains 50,000 JPEG files of 105 KB (64 different ones) in 1,000 classes. DIR needs 11 GB of free space.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/jax_resnet50.py --batch-size 256 --steps 100 --warmup-steps 50
     python benchmarks/peers.py run --rows "train, synthetic: paddle_resnet" --rows JAX --jax-python PYTHON
 
-A step does the same work as one of this project (see peers.py): float16 computation (on a CPU, float32) with float32
+A step does the same work as a step of this project (see peers.py): float16 computation (on a CPU, float32) with float32
 parameters, NHWC, SGD with momentum 0.875, weight decay (except for BN), label smoothing 0.1, dynamic loss scaling,
 loss, top1 and top5. The batch is a constant on the device, with 3 channels. The host reads the metrics one step later.
 PYTHON needs jax, flax and optax. XLA compiles the step when it is called first, so "first step" includes the

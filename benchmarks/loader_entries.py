@@ -1,8 +1,8 @@
 """Measure how the loader's startup time, memory and speed depend on the number of images, and print a Markdown table:
 `python benchmarks/loader_entries.py`.
 
-The script creates data sets of N images in 1,000 classes: class folders and file lists with hard links to 1,000 small
-JPEG files, and record files with the same images. Each measurement runs in a separate process.
+The script creates data sets of N images in 1,000 classes: class folders and file lists with hard links to 1,000 JPEG
+files of 64x64 pixels, and record files with the same images. Each measurement runs in a separate process.
 """
 
 import argparse

@@ -8,7 +8,7 @@ memory bound.
 
 The settings are those of `peers.py` for this project. Each network runs in a separate process, because Paddle cannot
 reset its peak memory. One process at a time uses the GPU, while the next one imports Paddle. A profiler records the
-last three steps of the warm-up; images/s and step time exclude them.
+last three steps of the warm-up; images/s and step time exclude these steps.
 
 The memory bound is the time for reading each input and writing each output of every operator in the fused program
 once, at the memory bandwidth --bandwidth-tb-s. "bound / step" is its fraction of the step time: at 100%, a step takes

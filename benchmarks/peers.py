@@ -14,13 +14,13 @@ weight decay (except for BN), and label smoothing 0.1. Each step computes loss, 
 step later. All pending GPU work has finished when the clock starts and when it stops. PyTorch uses its usual settings:
 torch.autocast and GradScaler, cuDNN autotuning (cudnn.benchmark) and a fused optimizer. "PyTorch compile" is
 torch.compile in its default mode, which does not use CUDA graphs; "PyTorch reduce-overhead" and "PyTorch max-autotune"
-use them. torch.compile also compiles the loss and the accuracy. On a GPU, this project and the baselines decode with
-DALI's mixed decoder. The decoder of this project interpolates chroma, and that of the baselines repeats it, which made
-training 24 % faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic
-executor, DALI's default for GPUs; this project uses the older executor (see paddle_resnet/data/loader.py). This project
-pads images to 4 channels, as its recipes do; the baselines use 3 channels. For evaluation on a GPU, the baselines
-convert all parameters to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines
-train with DistributedDataParallel.
+use CUDA graphs. torch.compile also compiles the loss and the accuracy. On a GPU, this project and the baselines decode
+with DALI's mixed decoder. The decoder of this project interpolates chroma, and the decoder of the baselines repeats
+chroma; when only crops were decoded, repetition made training 24 % faster (benchmarks/log/loader_h200.md). The
+baselines use the dynamic executor, DALI's default for GPUs; this project uses the older executor (see
+paddle_resnet/data/loader.py). This project pads images to 4 channels, as its recipes do; the baselines use 3 channels.
+For evaluation on a GPU, the baselines convert all parameters to float16. On two GPUs, the batch size per process is the
+same as on one GPU, and baselines train with DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has read the loss of the first step. The cache of
 torch.compile is empty at the start of `run`, and later measurements reuse it. This project uses the machine's existing

@@ -64,7 +64,7 @@ def pipeline(root, data_format, is_shuffled, checkpoint=None, decodes=True):
     records = module.index(root, Mode.TRAIN, module.detect(root, Mode.TRAIN))
     arguments, order = shards.reader_arguments, shards.shard_order
     shards.shard_order = lambda shuffle, seed: order(shuffle and is_shuffled, seed)
-    if data_format == "recordio":  # its reader has no order of shards, because there is only one file
+    if data_format == "recordio":  # the reader of RecordIO has no order of shards, because it reads one file
         shards.reader_arguments = lambda *given: {**arguments(*given), **shards.shard_order(True, SEED)}
 
     @pipeline_def(batch_size=BATCH, num_threads=2, device_id=None, enable_checkpointing=True)

@@ -37,9 +37,9 @@ class Setup:
         latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.
         backward: fraction of a one-GPU step spent in the backward pass, which can overlap with transfers between nodes.
         several_nodes_s: additional seconds per step on several nodes, because NCCL's kernels occupy multiprocessors
-            that the backward pass needs. The value is from two GPUs of one node, on which overlapping all-reduces
-            without CUDA graphs increased the step time from 31.59 ms (0.17 ms of which was exposed communication) to
-            32.10 ms (0.03 ms). It was not measured again since steps on several nodes run as CUDA graphs.
+            that the backward pass needs. The default was measured on two GPUs of one node, on which overlapping
+            all-reduces without CUDA graphs increased the step time from 31.59 ms (0.17 ms of which was exposed
+            communication) to 32.10 ms (0.03 ms). The increase in steps that run as CUDA graphs has not been measured.
     """
 
     batch: int = 256

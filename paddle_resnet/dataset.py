@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -12,14 +13,18 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.data import layout
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.models import registered_name
 from paddle_resnet.settings import parsing
-from paddle_resnet.tools import convert, sources
+from paddle_resnet.settings.values import flag_name
+from paddle_resnet.tools import convert, duplicates, sources
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import UsageError, command, counted, program
+from paddle_resnet.utils.errors import UsageError, command, counted, printable, program
 from paddle_resnet.utils.mode import RunScope
 
 SIDE = 64  # width and height of a sample image in pixels
+FEATURE_BATCH, FEATURE_THREADS = 32, 4  # batch size and DALI's CPU threads of `duplicates --checkpoint`
 
 
 def write_sample(output: str | Path) -> tuple[int, int]:
@@ -71,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        exit code: 0 for success, 1 if training would fail (verify only); for errors, see exit_codes.of.
+        exit code: 0 for success, 1 if training would fail (verify), or if a validation image has a duplicate or an
+        image cannot be compared (duplicates); for errors, see exit_codes.of.
     """
     parser = Parser(
         prog="dataset",
@@ -80,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             ("divide class folders into train/ and val/, for --image-root DIR", "split PHOTOS --output DIR"),
             ("read ImageNet's archives, or a table of labels, as downloaded", "import DOWNLOADED --output DIR"),
             ("check every image before a long run", "verify DIR --fix-list bad.txt"),
+            ("find validation images that are also in train", "duplicates DIR --csv duplicates.csv"),
             ("show the effect of augmentation", "preview DIR --output preview.png"),
         ),
         epilog=f"{command('dataset', 'COMMAND', '--help')} lists the flags of a command.",
@@ -92,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         _add_convert,
         _add_index,
         _add_verify,
+        _add_duplicates,
         _add_info,
         _add_preview,
         _add_speed,
@@ -143,6 +151,11 @@ def _add_split(commands):
         help="fraction of each class that goes to val/",
     )
     command.add_argument("--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection")
+    command.add_argument(
+        "--group-duplicates",
+        action="store_true",
+        help="put images that `duplicates` would find similar into the same split; decodes all images",
+    )
 
 
 def _run_split(args: argparse.Namespace):
@@ -150,7 +163,7 @@ def _run_split(args: argparse.Namespace):
 
     _claim_folder(args)
     try:
-        counts, n_classes = split.split(args.source, args.output, args.val, args.seed)
+        counts, n_classes = split.split(args.source, args.output, args.val, args.seed, args.group_duplicates)
     except OSError as e:
         name = f" {e.filename}" if e.filename else ""
         raise UsageError(
@@ -418,6 +431,136 @@ def _run_verify(args: argparse.Namespace):
             verify.write_fix_list(report, args.fix_list)
         print(f"{args.fix_list}: {counted(len(report.failing), 'image')} for --skip-list")
     return 1 if report.training_would_fail else 0
+
+
+def _add_duplicates(commands):
+    command = _add(
+        commands,
+        "duplicates",
+        _run_duplicates,
+        "find validation images that are also, or nearly, in train; exit code 1 if there are any",
+    )
+    command.add_argument("root", metavar="DIR", help="folder of the data set")
+    command.add_argument(
+        "--distance",
+        type=numbers.integer(0, duplicates.MAX_DISTANCE),
+        metavar="BITS",
+        help=f"maximum number of differing bits of 64-bit perceptual hashes (default: {duplicates.DISTANCE})",
+    )
+    command.add_argument(
+        "--checkpoint",
+        type=files.argument,
+        metavar="DIR",
+        help="checkpoint whose network compares the images, instead of perceptual hashes",
+    )
+    command.add_argument(
+        "--similarity",
+        type=numbers.ratio,
+        metavar="S",
+        help="minimum cosine similarity of the features of the network of --checkpoint (default: "
+        f"{duplicates.SIMILARITY})",
+    )
+    command.add_argument(
+        "--model-arch-name",
+        metavar="FILE.py:NAME",
+        help="your own network, if --checkpoint contains one",
+    )
+    command.add_argument("--device", choices=["auto", "gpu", "cpu"], help="device of --checkpoint (default: auto)")
+    command.add_argument("--csv", type=files.argument, metavar="FILE|-", help="CSV file of all pairs; -: stdout")
+    command.add_argument("--json", action="store_true", help="print one JSON object per pair")
+    command.add_argument(
+        "--fix-list",
+        type=files.argument,
+        metavar="FILE",
+        help="file for the list of validation images with a duplicate, for --skip-list of a run",
+    )
+    command.add_argument("--multi-label", action="store_true", help="the data set is multi-label, as in a run")
+    command.add_argument(
+        "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
+    )
+    _add_label_flags(command)
+
+
+def _run_duplicates(args: argparse.Namespace):
+    if args.json and args.csv == "-":
+        raise UsageError("--json: not supported with '--csv -', which also writes to stdout; remove one of them")
+    excluded = ("distance", "workers") if args.checkpoint else ("similarity", "model_arch_name", "device")
+    for name in excluded:
+        if (value := getattr(args, name)) is not None:
+            condition = "not supported with" if args.checkpoint else "requires"
+            remedy = f"remove {flag_name(name)}" + (" or add --checkpoint" if not args.checkpoint else "")
+            raise UsageError(f"{flag_name(name)} {value}: {condition} --checkpoint; {remedy}")
+    csv_file = None if args.csv == "-" else args.csv
+    protected = [("the data set's", place) for place in layout.occupied(args.root)]
+    outputs.claim({"--csv": csv_file, "--fix-list": args.fix_list}, protected=protected)
+    images = duplicates.list_images(args.root, args.allow_outside, args.label_offset, args.multi_label)
+    if args.checkpoint:
+        similarity = duplicates.SIMILARITY if args.similarity is None else args.similarity
+        with _features_of(args) as features_of:
+            report = duplicates.by_features(images, features_of, similarity)
+    else:
+        distance = duplicates.DISTANCE if args.distance is None else args.distance
+        try:
+            report = duplicates.by_hash(images, distance, args.workers)
+        except BrokenProcessPool as e:
+            raise UsageError(
+                "--workers: a worker process was killed, possibly because memory ran out; repeat the command with "
+                "fewer workers"
+            ) from e
+    for name, problem in [*report.unreadable.items()][: duplicates.SHOWN]:
+        logger.write_line(printable(f"{name} {problem}"), sys.stderr)
+    if (more := len(report.unreadable) - duplicates.SHOWN) > 0:
+        logger.write_line(f"{counted(more, 'more image')} cannot be compared; see `verify`", sys.stderr)
+    if args.csv == "-":
+        duplicates.write_csv(report, sys.stdout)
+    elif args.json:
+        for pair in report.pairs:
+            print(json.dumps(dataclasses.asdict(pair)))
+    else:
+        print(*duplicates.lines(report), sep="\n")
+    if csv_file is not None:
+        options = {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
+        with (
+            outputs.writing("--csv", csv_file),
+            outputs.replaced(csv_file) as partial,
+            open(partial, "w", **options) as file,
+        ):
+            duplicates.write_csv(report, file)
+    if args.fix_list is not None:
+        with outputs.writing("--fix-list", args.fix_list):
+            duplicates.write_fix_list(report, args.fix_list)
+    return 1 if report.pairs or report.unreadable else 0
+
+
+@contextlib.contextmanager
+def _features_of(args: argparse.Namespace):
+    """Yield the function that duplicates.by_features requires, for the network of --checkpoint."""
+    with signals.importing_paddle():
+        from paddle_resnet.machine import compat
+
+        compat.check_version()
+        from paddle_resnet.data import bad_images
+        from paddle_resnet.serving import features, image_files, inference
+
+    arch = args.model_arch_name and registered_name(args.model_arch_name)
+    device = inference.resolve_device(args.device or "auto")
+    model = inference.open_model(args.checkpoint, device, arch, None, [FEATURE_BATCH], features=True)
+
+    def read(image):
+        try:
+            return read_image(image)[0], None
+        except OSError as e:
+            return None, f"cannot be read ({e.strerror})"
+        except UsageError as e:
+            return None, f"cannot be read ({e})"
+
+    def features_of(images):
+        batches = image_files.predict_batches(model, images, FEATURE_BATCH, device, FEATURE_THREADS, read)
+        for files_read, results in batches:
+            yield files_read, features.normalized(results[1]) if results else np.zeros([0, 0], np.float32)
+
+    with bad_images.decoders_silenced():
+        yield features_of
 
 
 def _claim_folder(args: argparse.Namespace):

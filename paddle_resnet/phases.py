@@ -1,5 +1,6 @@
 """The phases of a run before its first step, and the start of a later stage (enter_stage)."""
 
+import dataclasses
 import math
 from collections import namedtuple
 from pathlib import Path
@@ -8,9 +9,9 @@ import paddle
 import yaml
 from paddle import static
 
-from paddle_resnet import budget, dali, graph, program, recipe, report, resolution
-from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.components import START, precision, quantization, task
+from paddle_resnet import budget, dali, graph, program, recipe, resolution, run_report
+from paddle_resnet.checkpoints import folders, restore, saver, teachers, variables
+from paddle_resnet.components import START, distillation, precision, quantization, task
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.data.iterators import Loader, TrainingLoader
@@ -78,11 +79,15 @@ def find_start(args: values.Settings) -> restore.StartCheckpoint | None:
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
-    resolution.resolve_report(args, folder, report.default_name(args.run_scope, args.benchmark))
+    resolution.resolve_report(args, folder, run_report.default_name(args.run_scope, args.benchmark))
     budget.is_needed(args, checkpoint)  # raises an error if the run cannot choose its epochs
+    if args.run_scope.trains:
+        if args.teacher is not None:
+            args.set(args.origin("teacher"), teacher=teachers.resolve(args.teacher))
+        teachers.check_resumed(checkpoint, teachers.find(args.as_dict()))
     args.finalize()
     if args.run_scope.trains and not args.benchmark:
-        saver.check_folder(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
+        saver.check_folder(folder, checkpoint, args.input_folders(), args.overwrite, args.resume)
     return checkpoint
 
 
@@ -106,7 +111,7 @@ def claim_outputs(args: values.Settings, checkpoint: restore.StartCheckpoint | N
     """Check on rank 0 that the run can write all its files, and lock the report.
 
     Raises:
-        UsageError: outputs.claim, logger.setup or report.check_replaced fails.
+        UsageError: outputs.claim, logger.setup or run_report.check_replaced fails.
     """
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
@@ -118,20 +123,20 @@ def _claim(args, checkpoint, folder):
     is_saving = args.run_scope.trains and not args.benchmark
     files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark, args.multi_label
     outputs.claim(
-        report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
+        run_report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
         inputs=[*input_files(args), ("the lr_find curve", folder / lr_curve.DATA)],  # shown by --report-html
         protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
         run_folder=folder,
-        announced=report.announced(*files),
+        announced=run_report.announced(*files),
     )
     logger.setup(args.report_file)  # lock the report before check_replaced examines it
-    report.check_replaced(args.part(report.Options), checkpoint, folder)
+    run_report.check_replaced(args.part(run_report.Options), checkpoint, folder)
 
 
 def input_files(args: values.Settings) -> list[tuple[str, str | Path]]:
     """Return [(flag, path)] for the files that the run reads, except those of the data set."""
-    starts = args.start_paths().items()
+    starts = args.input_folders().items()
     read = [(flag_name(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
     read += [(flag, f"{start}.{suffix}") for flag, start in starts for suffix in ("pdparams", "pdopt")]
@@ -205,7 +210,8 @@ def _fine_tuning(args, folder):
     because the classes have changed."""
     changed = parsing.changed(args.as_dict())
     kept = [name for name in of_kinds(*RESUMED, "loader", "machine") if name in changed or args.is_explicit(name)]
-    flags = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
+    omitted = ("num_of_class", *(field.name for field in dataclasses.fields(distillation.Settings)))
+    flags = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name not in omitted}
     flags |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
     flags["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
     return command("train", *parsing.arguments(flags))
@@ -228,7 +234,7 @@ def build_programs(
     Returns:
         (training, evaluation), each a Work or None.
     Raises:
-        UsageError: program.build, stages.timeline or build_lr_scheduler fails.
+        UsageError: program.build, stages.timeline, build_lr_scheduler or teachers.check_classes fails.
     """
     training = evaluation = None
     eval_prog, eval_startup_prog = static.Program(), static.Program()
@@ -243,6 +249,8 @@ def build_programs(
             _training(stage.settings, startup_prog, lr_scheduler, train_loader.class_images)
             for stage, startup_prog in zip(stages, startup_progs, strict=True)
         ]
+        if args.teacher is not None:
+            teachers.check_classes(works[0].program, train_loader.classes)
         later = [(stage.first_epoch, work) for stage, work in zip(stages, works, strict=True)][1:]
         training = works[0]._replace(loader=train_loader, later=later)
     if eval_loader is not None:
@@ -345,6 +353,8 @@ def set_weights(
             if component.start(args.part(component.Settings), loaded):
                 missing = variables.states(training.program)
         variables.start_states(missing, checkpoint, training.program, place)
+        if args.teacher is not None:
+            teachers.load(training.program, place)
     if evaluation and not training:
         _, meta = _origin(args, checkpoint)
         args.part(task.Settings).task(args.num_of_class).restore(evaluation.fetchs, meta or {})
@@ -358,10 +368,13 @@ def compile_programs(
     args: values.Settings, exe: static.Executor, training: Work | None, evaluation: Work | None
 ) -> tuple[Work | None, Work | None]:
     """Compile the programs, and return (training, evaluation) with the compiled programs. Make the evaluation program
-    use averages of the weights (such as those of --ema), and fold BN in half precision. Raises the errors of
-    program.compile_prog."""
+    use averages of the weights (such as those of --ema), and fold BN in half precision, also in the network of
+    --teacher. Raises the errors of program.compile_prog."""
     watchdog.phase("program compilation")
     if training:
+        if args.amp and args.teacher is not None:
+            for work in (training, *(work for _, work in training.later)):
+                _fold(args, exe, work.program, distillation.PREFIX)
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
@@ -374,15 +387,15 @@ def compile_programs(
     return training, evaluation
 
 
-def _fold(args, exe, evaluation):
+def _fold(args, exe, inference, prefix=""):
     """Fold BN into the convolutions of a half-precision evaluation program, and return a list of the functions that
     recompute the folded filters. With custom kernels, BN is folded only in float16 (--amp-level O2) on a GPU, and only
-    into the convolutions that fuse_convolutions replaces, because custom operators fuse the other BN layers."""
-    if args.kernels != "native":
-        return [folding.fold_batch_norms(evaluation, exe, 1 if args.data_layout == "NCHW" else -1)]
-    if (args.device, args.data_layout, args.amp_level, args.amp_dtype) == ("gpu", "NHWC", "O2", "float16"):
-        return [folding.fuse_convolutions(evaluation, exe)[1]]
-    return []
+    into the convolutions that fuse_convolutions replaces, because custom operators fuse the other BN layers. With the
+    prefix of --teacher, `inference` is a training program, of which only the teacher is changed."""
+    if args.kernels == "native":
+        fuses = (args.device, args.data_layout, args.amp_level, args.amp_dtype) == ("gpu", "NHWC", "O2", "float16")
+        return [folding.fuse_convolutions(inference, exe, prefix=prefix)[1]] if fuses else []
+    return [] if prefix else [folding.fold_batch_norms(inference, exe, 1 if args.data_layout == "NCHW" else -1)]
 
 
 def check_and_describe(
@@ -413,8 +426,8 @@ def check_and_describe(
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
     settings = (training or evaluation).settings
-    options = settings.part(report.Options)
-    logger.info(report.start_line(options, *loaders, fused, count, main.compiled.captured is not None))
+    options = settings.part(run_report.Options)
+    logger.info(run_report.start_line(options, *loaders, fused, count, main.compiled.captured is not None))
     return args, training
 
 

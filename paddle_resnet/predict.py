@@ -89,8 +89,7 @@ def _images_below(folder):
     is read only once. A warning states how many files are skipped. Raise UsageError if a folder cannot be listed, or if
     there are no images."""
 
-    from paddle_resnet.data.formats.folder import is_system_name
-    from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES
+    from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES, is_system_name
 
     def stop(error):
         raise UsageError(f"{error.filename}: cannot be listed ({error.strerror}); make it readable or remove it")
@@ -257,12 +256,13 @@ def main(argv: list[str] | None = None) -> int:
         examples=(
             ("print the five most probable classes of each image in a folder", "output/ResNet50 photos/"),
             ("write a table for a spreadsheet", "output/ResNet50 photos/ --csv predictions.csv"),
+            ("find similar images with their features", "output/ResNet50 photos/ --features features.npy"),
             ("try the model in a browser", "output/ResNet50 --serve 8000"),
             ("measure the speed", "output/ResNet50 --benchmark"),
         ),
         main={
             "What to predict": ("model", "images", "--model-arch-name"),
-            "What to print": ("--csv", "--json"),
+            "What to print": ("--csv", "--json", "--features"),
             "How to predict": ("--device", "--batch-size", "--precision", "--tta"),
             "What else to do with the model": ("--serve", "--benchmark"),
         },
@@ -291,6 +291,13 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="new folder for heat maps, which show the regions that determined the most probable class; one JPEG file "
         "per classified image; requires a checkpoint",
+    )
+    parser.add_argument(
+        "--features",
+        type=files.argument,
+        metavar="FILE",
+        help="NumPy file (.npy) for the input of the network's last layer, float32 [images, channels] with L2 norm 1; "
+        "FILE.csv contains the image of each row; requires a checkpoint",
     )
     parser.add_argument(
         "--device",
@@ -360,7 +367,7 @@ def _main(args: argparse.Namespace):
         raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark: measures random images; remove images, --csv and --json")
-    _check_heat_map(args)
+    _check_model_flags(args)
     unused = ("batch_size", "dali_num_threads") if args.benchmark else ("benchmark_batches",)
     for name in unused:
         if (value := getattr(args, name)) is not None:
@@ -378,13 +385,14 @@ def _main(args: argparse.Namespace):
 
         compat.check_version()
         from paddle_resnet.data import bad_images
-        from paddle_resnet.serving import heat_maps, image_files, inference
+        from paddle_resnet.serving import features, heat_maps, image_files, inference
 
     device = inference.resolve_device(args.device)
     if args.benchmark:
         return _print_benchmark(args, device)
     batch_size = 1 if listener else args.batch_size or BATCH_SIZE
-    options = args.precision, [batch_size], args.tta
+    has_features = args.features is not None
+    options = args.precision, [batch_size], args.tta, has_features
     model = inference.open_model(args.model, device, args.model_arch_name, *options)
     logger.write_line(
         printable(f"{args.model}: {model.engine}, {model.precision}, on the {device.upper()}"), sys.stderr
@@ -393,16 +401,19 @@ def _main(args: argparse.Namespace):
         return _serve(args, model, device, listener)
     draw = None
     if args.heat_map is not None:
-        draw = _drawer(args.heat_map, heat_maps.open_model(args.model, device, args.model_arch_name, args.precision))
+        draw = _drawer(args.heat_map, heat_maps.open_model(args.model, device, args.model_arch_name))
     bad = number = 0
     names, thresholds = _class_names(model), _thresholds(model)
     if thresholds is None:
         columns = ["prediction", "predicted_class", *single_label.top_columns(min(TOP, len(names)))]
     else:
         columns = ["prediction", *(multi_label.PROBABILITY + name for name in names)]
-    with _csv_writer(args.csv, columns) as write, bad_images.decoders_silenced():
-        batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
-        for files_read, probabilities in batches:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(bad_images.decoders_silenced())
+        write = stack.enter_context(_csv_writer(args.csv, columns))
+        if has_features:
+            write_features = stack.enter_context(features.writer(args.features))
+        for files_read, results in image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads):
             found, numbers_found = [], []
             for path, problem in files_read:
                 number += 1
@@ -414,6 +425,9 @@ def _main(args: argparse.Namespace):
                     logger.write_line(printable(f"{path} {problem}"), sys.stderr)
             if not found:
                 continue
+            probabilities = results[0]
+            if has_features:
+                write_features(found, results[1])
             if thresholds is not None:
                 images = above(probabilities, thresholds, names)
                 rows = _multi_label_rows(found, images, probabilities)
@@ -447,18 +461,20 @@ def _multi_label_rows(paths, images, probabilities):
         yield [path, "|".join(entry["class"] for entry in classes), *(f"{p:.7g}" for p in row)]
 
 
-def _check_heat_map(args: argparse.Namespace):
-    if args.heat_map is None:
-        return
-    for flag, is_set in (("--benchmark", args.benchmark), ("--serve", args.serve is not None)):
-        if is_set:
-            page = ", whose page shows heat maps without the flag" * (flag == "--serve")
-            raise UsageError(f"--heat-map {args.heat_map}: not supported with {flag}{page}; remove --heat-map")
-    if args.tta != "none":
-        raise UsageError(
-            f"--heat-map {args.heat_map}: not supported with --tta {args.tta}, which averages two predictions; remove "
-            "one of them"
-        )
+def _check_model_flags(args: argparse.Namespace):
+    """Check the flags that require more of the network than probabilities."""
+    for flag, value in (("--heat-map", args.heat_map), ("--features", args.features)):
+        if value is None:
+            continue
+        for other, is_set in (("--benchmark", args.benchmark), ("--serve", args.serve is not None)):
+            if is_set:
+                page = ", whose page shows heat maps without the flag" * (flag == "--heat-map" and other == "--serve")
+                raise UsageError(f"{flag} {value}: not supported with {other}{page}; remove {flag}")
+        if args.tta != "none":
+            raise UsageError(
+                f"{flag} {value}: not supported with --tta {args.tta}, which averages two predictions; remove one of "
+                "them"
+            )
 
 
 def _drawer(folder, model):
@@ -551,7 +567,7 @@ def _serve(args: argparse.Namespace, model, device, listener):
     try:
         if args.tta != "none":
             raise UsageError(f"--tta {args.tta} averages two predictions")
-        maps = heat_maps.open_model(args.model, device, args.model_arch_name, args.precision)
+        maps = heat_maps.open_model(args.model, device, args.model_arch_name)
     except UsageError as e:
         logger.write_line(printable(f"the page shows no heat maps: {e}"), sys.stderr)
     host, worker = _host(args), ThreadPoolExecutor(1)
@@ -577,18 +593,24 @@ def _serve(args: argparse.Namespace, model, device, listener):
 
 
 def _claim_outputs(args: argparse.Namespace, paths):
-    """Raise UsageError if --csv or --heat-map would replace an image or a file of the model, or cannot be written."""
+    """Raise UsageError if --csv, --features or --heat-map would replace an image or a file of the model, or cannot be
+    written."""
     if args.heat_map is not None and os.path.isdir(args.heat_map) and os.listdir(args.heat_map):
         raise UsageError(f"--heat-map {args.heat_map}: not empty; choose a new folder")
-    csv_file = None if args.csv == "-" else args.csv
-    if csv_file is None and args.heat_map is None:
+    tables = {"--csv": None if args.csv == "-" else args.csv, "--features": args.features}
+    if args.features is not None:
+        from paddle_resnet.serving import features
+
+        tables["the table next to --features"] = features.table_of(args.features)
+    tables = {flag: path for flag, path in tables.items() if path is not None}
+    if not tables and args.heat_map is None:
         return
     model = Path(args.model)
     read = [("MODEL", path) for path in (model.glob("*") if model.is_dir() else [model])]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name or "")])]
-    if csv_file is not None and os.path.exists(csv_file):  # a new file cannot be one of the images
+    if any(map(os.path.exists, tables.values())):  # a new file cannot be one of the images
         read += [("the image", path) for path in paths]
-    outputs.claim({"--csv": csv_file}, {"--heat-map": args.heat_map}, inputs=read)
+    outputs.claim(tables, {"--heat-map": args.heat_map}, inputs=read)
 
 
 @contextlib.contextmanager

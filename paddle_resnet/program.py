@@ -9,6 +9,7 @@ import paddle
 from paddle import static
 
 from paddle_resnet import resolution
+from paddle_resnet.checkpoints import teachers
 from paddle_resnet.job import fleet
 from paddle_resnet.machine import compat, cpu
 from paddle_resnet.settings import values
@@ -155,13 +156,16 @@ def build(
     Returns:
         (fetchs, lr_scheduler, feeds, optimizer). For evaluation, optimizer is None, and lr_scheduler is the argument.
     Raises:
-        the errors of start().
+        the errors of start() and teachers.find.
         UsageError: a flag cannot be applied to this network or to the training data, for example --freeze or
             --warmup-start-lr.
     """
     mode = Mode.TRAIN if is_train else Mode.EVAL
+    settings = start(args, mode)
+    # The teacher depends on the flags of the run, because --sizes changes the image shape of a stage.
+    teacher = teachers.find(settings.run.as_dict()) if is_train else None
     return building.build_program(
-        start(args, mode).part, main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images
+        settings.part, main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images, teacher
     )
 
 

@@ -3,7 +3,7 @@ Paddle's launcher."""
 
 import sys
 
-from paddle_resnet import config, report, startup
+from paddle_resnet import config, report, run_report, startup
 from paddle_resnet.settings import durations, parsing
 from paddle_resnet.utils import exit_codes, logger, progress, signals
 from paddle_resnet.utils.errors import program
@@ -44,7 +44,10 @@ def _run(args, argv):
         fleet.connect(args.comm_timeout_s)
         checkpoint = phases.find_start(args)
         if phases.is_done(args, checkpoint):
-            return report.all_done(args.part(report.Options), args.as_entry(), argv, checkpoint)
+            options = args.part(run_report.Options)
+            if run_report.all_done(options, run_report.first_entry(args.as_entry(), argv), checkpoint):
+                report.write_page_of_run(options)
+            return
         phases.claim_outputs(args, checkpoint)
         exe, checkpoint, training, evaluation = phases.prepare(args, checkpoint)
         args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
@@ -61,16 +64,17 @@ def _run(args, argv):
 def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     from paddle_resnet import phases
 
-    options = args.part(report.Options)
-    logger.begin(args.as_entry())
+    options = args.part(run_report.Options)
+    logger.begin(run_report.first_entry(args.as_entry(), argv, checkpoint and checkpoint.folder))
     epoch = phases.log_evaluated(args, checkpoint)
     result = _evaluate(options, exe, evaluation, durations.Stop(epoch))
-    report.conclude(options, argv, result, Mode.EVAL, _drawer(options, checkpoint and checkpoint.folder))
+    run_report.conclude(options, argv, result, Mode.EVAL)
+    report.write_page_of_run(options)
 
 
 def _benchmark_training(args, argv, exe, training):
-    logger.begin(args.as_entry())
-    report.conclude(args.part(report.Options), argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
+    logger.begin(run_report.first_entry(args.as_entry(), argv))
+    run_report.conclude(args.part(run_report.Options), argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
@@ -80,10 +84,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
 
-    options = args.part(report.Options)
+    options = args.part(run_report.Options)
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
-    logger.begin(args.as_entry(), append=report.resumes(options, checkpoint))
+    logger.begin(run_report.first_entry(args.as_entry(), argv), append=run_report.resumes(options, checkpoint))
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
@@ -94,7 +98,8 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
                 trained = _train(exe, training, stop, saver.save)
                 if stop.averages_bn:
                     all_reduces.average_bn(exe, training.program)
-                is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(options, stop.epoch, trained))
+                if stop.ends_epoch and not is_advised:
+                    is_advised = run_report.advise_on_loader(options, stop.epoch, trained)
             if evaluation and stop.evaluates:
                 evaluated = _evaluate(options, exe, evaluation, stop, saver.record)
         except Exception as e:
@@ -104,18 +109,8 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
         if saver.ends_early:
             break
     saver.finish()
-    draw = _drawer(options, None if saver.best is None else saver.best_folder)
-    report.summarize(options, argv, training.program, stop, trained, evaluated, saver, draw)
-
-
-def _drawer(options, folder):
-    """Return a function that draws heat maps of a checkpoint for the page of the run (see page.write), or None if the
-    run writes no page or evaluates no checkpoint."""
-    if options.report_html is None or options.benchmark or folder is None:
-        return None
-    from paddle_resnet.serving import heat_maps
-
-    return heat_maps.drawer(folder, options.model_arch_name)
+    run_report.summarize(options, argv, training.program, stop, trained, evaluated, saver)
+    report.write_page_of_run(options)
 
 
 def _train(exe, training, stop, save=None):
@@ -142,7 +137,7 @@ def _evaluate(options, exe, evaluation, stop, is_best=lambda stop, result: True)
     args, loader = evaluation.settings, evaluation.loader
     result = program.run(args, loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
     program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
-    return report.write_classes(options, result, loader.class_names, stop.epoch, is_best(stop, result))
+    return run_report.write_classes(options, result, loader.class_names, stop.epoch, is_best(stop, result))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from paddle_resnet import program
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.serving import calibration
 
+METRICS = {"loss": 1.0, "top1": 0.5, "top5": 1.0, "ips": 9.0}
 META = {
     "sequence": 0,
     "run": "r",
@@ -140,6 +141,24 @@ def write_checkpoint(root, name, text="abc", sequence=0, **meta):
     """Commit a checkpoint that consists of two small files and return its folder."""
     files = {"a.pdparams": lambda f: f.write(text.encode()), "a.pdopt": lambda f: f.write(b"x" * 100)}
     return folders.commit(root, name, files, META | {"sequence": sequence, **meta})
+
+
+def with_meta(checkpoint, folder, arguments=(), files=(), **meta):
+    """Copy a checkpoint into a folder and return the copy, whose meta.json, recorded flags and files are changed.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        folder: folder in which the copy is made.
+        arguments: {name of a flag: new value}.
+        files: {name of a file: new content in bytes}.
+        meta: new values in meta.json.
+    """
+    before = folders.read_meta(checkpoint)
+    contents = {name: (checkpoint / name).read_bytes() for name in before["files"]} | dict(files)
+    writers = {name: lambda file, data=data: file.write(data) for name, data in contents.items()}
+    before["arguments"] = before["arguments"] | dict(arguments)
+    before = {name: value for name, value in before.items() if name not in ("format", "files", "checksum")}
+    return folders.commit(folder, checkpoint.name, writers, before | meta)
 
 
 def predict(folder, images, output=""):

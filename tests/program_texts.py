@@ -123,7 +123,7 @@ def prepare():
 
     static.amp.AutoMixedPrecisionLists = all_supported
     fusion.has_bfloat16_tensor_cores = lambda: True
-    folding.fuse_convolutions = lambda program, exe: (0, lambda: None)  # its operator exists only in GPU builds
+    folding.fuse_convolutions = lambda program, exe, **_: (0, lambda: None)  # its operator exists only in GPU builds
     processes.place = lambda device: paddle.CPUPlace()
     CollectiveHelper._init_communicator = lambda *arguments, **options: None  # operators that only NCCL needs
     compat.start_gloo = lambda prepare: None

@@ -12,7 +12,10 @@ from conftest import ROOT
 LAYERS = [
     ["paddle_resnet.cli"],
     ["paddle_resnet.train"],
-    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "lr_find", "predict", "self_test", "weights")],
+    [
+        f"paddle_resnet.{name}"
+        for name in ("dataset", "doctor", "export", "lr_find", "predict", "report", "self_test", "weights")
+    ],
     ["paddle_resnet.serving"],
     ["paddle_resnet.startup"],
     ["paddle_resnet.phases"],
@@ -24,7 +27,7 @@ LAYERS = [
     ["paddle_resnet.tools"],
     ["paddle_resnet.dali"],
     ["paddle_resnet.resolution"],
-    ["paddle_resnet.report"],
+    ["paddle_resnet.run_report"],
     ["paddle_resnet.results"],
     ["paddle_resnet.job.agreement"],
     ["paddle_resnet.config"],

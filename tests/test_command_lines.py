@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from paddle_resnet import dataset, doctor, export, lr_find, predict, weights
+from paddle_resnet import dataset, doctor, export, lr_find, predict, report, weights
 from paddle_resnet.models import __main__ as models
-from paddle_resnet.results import comparison
 from paddle_resnet.utils.errors import UsageError, python
 
 # {command: (paths, options with their values, flags of train.py)}
@@ -45,7 +44,7 @@ def parsed(monkeypatch):
 
     for module in (predict, export, weights, doctor):
         monkeypatch.setattr(module, "_main", keep)
-    monkeypatch.setattr(comparison, "_compare", keep)
+    monkeypatch.setattr(report, "_compare", keep)
     monkeypatch.setattr(models, "rows", keep)
     for name in [name for name in vars(dataset) if name.startswith("_run_")]:
         monkeypatch.setattr(dataset, name, keep)
@@ -56,7 +55,7 @@ def parsed(monkeypatch):
             search, args = lr_find.parse(arguments)
             return [vars(search), args.as_dict()]
         name, _, command = tool.partition(" ")
-        modules = {"predict": predict, "report": comparison, "models": models, "export": export}
+        modules = {"predict": predict, "report": report, "models": models, "export": export}
         modules |= {"weights": weights, "doctor": doctor, "dataset": dataset}
         assert modules[name].main([*filter(None, [command]), *arguments]) == 0
         return [value if isinstance(value, (dict, list)) else vars(value) for value in calls.pop()]

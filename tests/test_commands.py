@@ -136,7 +136,7 @@ def test_documented_train_commands_parse(page, work_in):
 
 @pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 def test_data_of_each_origin(tmp_path, work_in):
-    """The commands in the first section of docs/data.md. Their output has the labels of the source."""
+    """The commands in the first section of docs/data.md write data sets with the labels of their sources."""
     section = (ROOT / "docs/data.md").read_text().partition("\n## Storage formats")[0]
     (tmp_path / "data.md").write_text(section)
     write_downloads(tmp_path)
@@ -150,7 +150,7 @@ def test_data_of_each_origin(tmp_path, work_in):
         executed.append(shlex.split(command)[3:])
         assert dataset.main(executed[-1]) == 0, command
         name, source, *_ = executed[-1]
-        if name != "split" and source != "downloads":  # whose classes have no colors
+        if name != "split" and source != "downloads":  # the classes of downloads have no colors
             root = source if name == "verify" else executed[-1][executed[-1].index("--output") + 1]
             for mode in Mode:
                 images = DataRoot(root).images(mode)[1]

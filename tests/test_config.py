@@ -37,7 +37,7 @@ NVIDIA = {
     "save-interval": 1,
     "eval-interval": 1,
     "print-interval": 10,
-    "report-file": None,  # the default depends on the kind of run; see tests/test_report.py
+    "report-file": None,  # the default depends on the kind of run; see tests/test_run_report.py
     "data-layout": "NCHW",
     "benchmark": False,
     "benchmark-steps": 100,
@@ -98,6 +98,7 @@ OTHERS = {
     **{"lr_decay_factor": 0.1, "lr_power": 2.0, "lr_rise": 0.25, "lr_flat": 0.75, "amp_dtype": "float16"},
     **{"keep_checkpoints": 3, "checkpoint_commit": "rename", "dali_prefetch": 3, "hw_decoder_load": 0.9},
     **{"amp_level": "O1", "program_representation": "legacy", "cuda_graph": True, "comm_timeout_s": 600},
+    **{"distill_weight": 0.9, "distill_temperature": 4.0},
 }
 IMAGES = of_kinds(*EVALUATED)[2:]
 
@@ -224,11 +225,6 @@ def test_flag_value_is_parsed(text, name, value):
     assert type(parsed) is type(value)
 
 
-def test_arguments_default_to_command_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
-    assert config.parse_args().epochs == 7
-
-
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
@@ -345,7 +341,7 @@ def test_command_line_takes_precedence_over_yaml(config_file, text, flags, name,
         ),
         (
             "crop_padding: 240",
-            "--model-arch-name EfficientNet_Lite1",  # which determines --crop-size
+            "--model-arch-name EfficientNet_Lite1",  # this network determines --crop-size
             {"crop_padding": 0},
             ["--crop-padding 240 (not below --crop-size 240, so crops could contain only padding)"],
         ),
@@ -386,9 +382,9 @@ def test_time_budget_on_command_line_drops_epochs_of_file(config_file):
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        # two flags on the command line
+        # conflicts between two flags on the command line
         ("lr: 0.1", "--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
-        # two values of the file
+        # conflicts between two values of the file
         ("{optimizer: AdamW, momentum: 0.9}", "--lr 0.1", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
         ("{from_checkpoint: a, from_pretrained_params: b}", "", "--from-checkpoint a: cannot be combined with"),
         # the file makes the flag on the command line unused
@@ -651,7 +647,7 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--optimizer RAdam --opt-epsilon 1e-13", ["--opt-epsilon 1e-13: too small for --optimizer RAdam"]),
         ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter"]),
         ("--iter-unit batch --num-iter 5 --lr-scheduler Piecewise", ["--lr-scheduler Piecewise has no default steps"]),
-        # explicit defaults without an effect
+        # flags that are set to their defaults and have no effect
         (
             "--iter-unit batch --num-iter 5 --epochs 90",
             ["--epochs 90: not used by --iter-unit batch; remove it, or use"],
@@ -984,7 +980,7 @@ def test_part_contains_the_values_of_a_component():
     args = parse("--lr 0.5 --lr-scheduler Piecewise --lr-decay-epochs 1,2")
     part = args.part(rates.Settings)
     assert (part.lr, part.lr_decay_epochs, part.lr_power) == (0.5, [1.0, 2.0], 2.0)
-    assert args.part(rates.Settings) is part  # until a value changes
+    assert args.part(rates.Settings) is part  # the same object until a value changes
     with pytest.raises(dataclasses.FrozenInstanceError):
         part.lr = 1.0
     assert args.copy(lr=1.0).part(rates.Settings).lr == 1.0
@@ -1262,7 +1258,7 @@ def test_warnings_depend_on_all_flags_of_a_combination(text, expected):
     validation.check(args)
     warnings = list(validation.warnings(args))
     assert [warning.split(":")[0] for warning in warnings] == expected
-    assert not [warning for warning in warnings if not re.search(r"; .*\w$", warning)]  # each ends with a remedy
+    assert not [warning for warning in warnings if not re.search(r"; .*\w$", warning)]  # all end with a remedy
 
 
 def test_warnings_depend_on_source_of_flags():

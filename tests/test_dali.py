@@ -19,13 +19,10 @@ from PIL import Image
 from conftest import TINY, assert_one_error
 from helpers import NETWORK_EXAMPLE, epoch, take
 from paddle_resnet import dali
-from paddle_resnet.data import decoding, layout, loader_state, shards
+from paddle_resnet.data import decoding, loader_state, shards
 from paddle_resnet.data import loader as loader_module
-from paddle_resnet.data import root as root_module
 from paddle_resnet.data.formats import FILES, FORMATS
 from paddle_resnet.data.images import IMAGE_SUFFIXES
-from paddle_resnet.data.loader import Options
-from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import processes
 from paddle_resnet.settings.declarations import FLAGS
 from paddle_resnet.utils.errors import DataError, UsageError
@@ -241,31 +238,6 @@ def test_balancing_requires_labels_of_training_images(class_weights, balanced, m
     message = f"^{flag}: requires class folders or file lists, but the data format is lmdb; remove"
     with pytest.raises(UsageError, match=message) if flag else nullcontext():
         loader_module.check_labels(args, mode, "lmdb", labels)
-
-
-def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
-    calls = []
-    monkeypatch.setattr(root_module.DataRoot, "open", lambda *arguments: calls.append(arguments))
-    args = parse("--image-root", "i", "--data-format", "folder", "--skip-list", "s", "--dali-random-seed", "9")
-    args.allow_outside, args.allow_empty_classes, args.allow_one_class = "outside", "empty", "one"
-    root = dali.data_root(args)
-    values = root.image_root, root.data_format, root.label_offset, root.allow_outside, root._skip_list
-    assert values == ("i", "folder", "auto", "outside", "s")
-    loader_module.open_split(root, args.part(Options), Mode.TRAIN, True, ["a"])
-    assert calls == [(root, Mode.TRAIN, 3, 9, "empty", ["a"], "one")]
-
-
-@pytest.mark.parametrize(
-    ("trains", "data_format", "is_checked"),
-    [(False, "folder", True), (False, "auto", True), (False, "tfrecord", False), (True, "folder", False)],
-)
-def test_only_evaluations_of_folders_check_the_split_first(parse, monkeypatch, trains, data_format, is_checked):
-    checked = []
-    monkeypatch.setattr(layout, "check_split", lambda *arguments: checked.append(arguments))
-    monkeypatch.setattr(root_module.DataRoot, "open", lambda *arguments: "data set")
-    options = parse("--image-root", "i", "--data-format", data_format).part(Options)
-    assert loader_module.open_split(DataRoot("i", data_format), options, Mode.EVAL, trains) == "data set"
-    assert checked == [("--image-root", "i", Mode.EVAL)] * is_checked
 
 
 def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):
@@ -714,18 +686,6 @@ def test_padded_crop_selects_each_position_of_the_padded_image(parse, copies):
     assert counts.min() > 0 and counts.max() < 30
 
 
-def test_options_of_random_crop_are_passed_to_dali(parse, monkeypatch):
-    """A second attempt is rarely necessary, so the other tests do not depend on the number of attempts."""
-    crops, sizes = [], []
-    monkeypatch.setattr(fn, "random_crop_generator", lambda header, **options: crops.append(options) or (0, 0))
-    monkeypatch.setattr(decoding, "crop_on_cpu", lambda encoded, kind, crop: None)
-    monkeypatch.setattr(fn, "resize", lambda images, **options: sizes.append(options))
-    args = parse("--rand-crop-scale", "0.2,0.9", "--rand-crop-ratio", "0.5,2", "--image-shape", "3,32,48")
-    decoding.random_resized_crop(args, None, 0, None, {})
-    assert crops == [{"random_area": [0.2, 0.9], "random_aspect_ratio": [0.5, 2], "num_attempts": 100}]
-    assert sizes == [{"resize_x": 48, "resize_y": 32}]
-
-
 @pytest.mark.parametrize(("value", "step"), [(0.0, 2), (0.4, 0)])
 def test_loader_resumes_from_checkpoint_with_removed_flag(parse, photos, capsys, value, step):
     """The flag had no effect if its value was 0. With a different value, the decoded pixels were different."""
@@ -749,23 +709,6 @@ def test_cpu_decodes_files_that_need_it(parse, monkeypatch, kind, is_on_cpu):
     args.dali_device = "gpu"
     images = decoding.random_resized_crop(args, None, kind, None, {})
     assert images == ("copied to the GPU" if is_on_cpu else image)
-
-
-def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch, environment):
-    monkeypatch.setattr(loader_module, "pipeline_def", lambda **options: lambda define: lambda *arguments: options)
-    environment(FLAGS_selected_gpus=3)
-    args = parse("--batch-size", "6", "--dali-num-threads", "5", "--dali-prefetch", "4", "--dali-random-seed", "7")
-    on_cpu = loader_module.create_pipeline(args.part(Options), None, Mode.TRAIN, 2, 8, b"checkpoint")
-    assert on_cpu == {
-        **{"batch_size": 6, "num_threads": 5, "prefetch_queue_depth": 4, "seed": 7 + 2, "device_id": None},
-        **{"checkpoint": b"checkpoint", "enable_checkpointing": True, "exec_dynamic": False},
-        "enable_conditionals": True,
-    }
-    args.dali_device = "gpu"
-    assert loader_module.create_pipeline(args.part(Options), None, Mode.TRAIN, 2, 8, b"checkpoint") == on_cpu | {
-        "device_id": 3
-    }
-    assert not loader_module.create_pipeline(args.part(Options), None, Mode.EVAL, 0, 1)["enable_checkpointing"]
 
 
 def test_gpu_decodes_with_hardware_decoder_and_preallocated_buffers(parse, monkeypatch):

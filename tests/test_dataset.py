@@ -235,8 +235,8 @@ def run(monkeypatch, tmp_path, capsys):
 
 def test_commands_pass_on_their_flags(run):
     text = "OUT: 3 training and 2 validation images in 4 classes\n"
-    assert run("split s --output {}") == (0, [["split", "s", "OUT", 0.2, 0]], text)
-    assert run("split s --output {} --val 0.3 --seed 7")[1] == [["split", "s", "OUT", 0.3, 7]]
+    assert run("split s --output {}") == (0, [["split", "s", "OUT", 0.2, 0, False]], text)
+    assert run("split s --output {} --val 0.3 --seed 7")[1] == [["split", "s", "OUT", 0.3, 7, False]]
     options = dict.fromkeys(("shards", "resize_short", "workers", "skip_list")) | {"quality": 95}
     options |= {"progress": True, "check": True, "allow_outside": False, "label_offset": "auto"}
     text = "OUT: 3 train and 2 val images as tfrecord\n"

@@ -410,7 +410,7 @@ def test_cpu_build_on_machine_with_gpu_is_reported_with_its_remedy(examine, gpu_
     assert 'is a CPU build; use --device cpu, or install a GPU build with make venv PADDLE="3.3.1 -i URL"' in row.detail
 
 
-def test_failed_training_reports_its_error(monkeypatch):
+def test_failed_training_reports_its_error():
     row = doctor._test_training("test", [], ["--epochs", "none"], None)
     assert row.status == "no" and row.detail.startswith("train.py: error: ") and "--epochs" in row.detail
 

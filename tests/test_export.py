@@ -19,10 +19,10 @@ from paddle import static
 from PIL import Image
 
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
-from helpers import predict, training_images
+from helpers import predict, training_images, with_meta
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
-from paddle_resnet.checkpoints import conversion, folders, foreign_files, restore
+from paddle_resnet.checkpoints import conversion, folders, foreign_files
 from paddle_resnet.components import quantization
 from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
@@ -141,7 +141,7 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
     description = export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, uint8=uint8)
     assert description["input"]["shape"] == ([None, 32, width, 3] if uint8 else [None, 3, 32, width])
     out = capsys.readouterr().out
-    assert "--data-format" not in out  # not logged once per engine
+    assert "--data-format" not in out  # the loaders of the engines log no flags
     scores = [line for line in out.splitlines() if line.endswith("23 images")]
     engines = ["Executor", "paddle.inference", "onnxruntime"] + ["OpenVINO"] * HAS_OPENVINO
     assert [line.split(":")[0] for line in scores[-len(engines) :]] == engines
@@ -471,88 +471,30 @@ def test_tolerance_of_onnx_file_depends_on_precision(checkpoint, tmp_path, monke
     assert calls == [("float32", None, 1e-4), ("float16", None, 0.02)]
 
 
-@pytest.mark.parametrize(
-    ("options", "result"),
-    [
-        ({}, None),
-        ({"onnx": True}, "onnxruntime"),
-        ({"int8": "tensorrt"}, "tensorrt"),
-        ({"int8": "tensorrt", "calibration": True}, "--calibrate .*: .* already has activation"),
+def test_flags_that_a_network_trained_with_qat_does_not_support(trained, photos, tmp_path):
+    """tests/components/test_quantization.py exports such a network."""
+    checkpoint, _ = trained("--qat")
+    for options, message in (
+        ({"int8": "tensorrt", "calibration": export.Calibration(photos)}, "--calibrate .*: .* already has activation"),
         (
             {"onnx": True, "precision": "float16"},
             "--precision float16: not supported with --onnx for a checkpoint trained",
         ),
         ({"safetensors": True}, "--safetensors: .* was trained with --qat, and the file cannot contain its"),
-    ],
-)
-def test_network_trained_with_qat_is_quantized_without_calibration(
-    checkpoint, photos, tmp_path, monkeypatch, options, result
-):
-    def load(*arguments, **flags):
-        network = real(checkpoint)
-        network.args.set("test", qat=True)
-        return network
-
-    def write(network, folder, engine, tolerance):
-        written.append((network.description["int8"], engine, tolerance))
-        return {}
-
-    written, real = [], networks.load_checkpoint
-    monkeypatch.setattr(networks, "load_checkpoint", load)
-    monkeypatch.setattr(onnx_writer, "require", lambda package: None)
-    monkeypatch.setattr(quantization, "use_levels_of", lambda engine, program, bits: written.append((engine, bits)))
-    monkeypatch.setattr(export, "_write_onnx", write)
-    monkeypatch.setattr(export, "_report_speed", lambda network, folder: written.append("speed"))
-    if "calibration" in options:
-        options = options | {"calibration": export.Calibration(photos)}
-    with pytest.raises(UsageError, match=f"^{result}") if "--" in str(result) else nullcontext():
-        export.export(checkpoint, tmp_path / "exported", **options)
-        description = {"engine": result, "weight_bits": 8}
-        speed = ["speed"] * (result == "onnxruntime")
-        assert written == ([(result, 8), (description, result, 0.1), *speed] if result else [])
+    ):
+        with pytest.raises(UsageError, match=f"^{message}"):
+            export.export(checkpoint, tmp_path / "exported", **options)
+    export.export(checkpoint, tmp_path / "exported")
+    assert not (tmp_path / "exported/model.onnx").exists()
 
 
-def test_export_passes_options_to_networks(checkpoint, photos, tmp_path, monkeypatch):
-    """The test file replaces the network of a user's file with the network of the checkpoint."""
-
-    def load(_, device="cpu", uint8=False, model_arch_name=None, fold=False, precision="float32", as_evaluated=False):
-        loaded.append((model_arch_name, uint8, fold, precision, as_evaluated))
-        return real(checkpoint, uint8=uint8, fold=fold)
-
-    loaded, verified, real = [], [], networks.load_checkpoint
-    monkeypatch.setattr(export, "registered_name", {"my-net": "MyNet"}.get)
-    monkeypatch.setattr(networks, "load_checkpoint", load)
-    monkeypatch.setattr(inference, "resolve_device", lambda device: "gpu")
-    monkeypatch.setattr(onnx_writer, "require", lambda package: None)
-    monkeypatch.setattr(export, "_write_onnx", lambda *arguments, **options: {})
-    monkeypatch.setattr(export, "_verify", lambda network, folder, root, device, *_: verified.append((root, device)))
-    monkeypatch.setattr(export, "_verify_recorded", lambda network, score, root, load, *_: load())
-    flags = {"model_arch_name": "my-net", "uint8": True, "precision": "float16"}
-    export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, **flags)
-    assert loaded == [
-        ("MyNet", True, False, "float16", False),
-        ("MyNet", True, True, "float32", False),
-        ("MyNet", False, False, "float32", False),
-        ("MyNet", False, False, "float32", True),
-    ]
-    assert verified == [(photos, "gpu")]
-
-
-def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos, monkeypatch):
+def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
     def outputs(images):
         """Return the same probabilities for each image: 0.4201, 0.4244 and 0.1555."""
         logits = np.tile([1, 1.01, 0.006], (len(images), 1))
         return [np.exp(export._log_softmax(logits)), logits]
 
-    def build(args, mode, trained):
-        assert (args.image_root, args.num_of_class, mode) == (str(photos), 3, Mode.EVAL)
-        assert args.batch_size == 32
-        assert trained == restore.recorded_classes(network.meta) and len(trained) == 3
-        return real(args, mode, trained=trained)
-
-    network, real = networks.load_checkpoint(checkpoint), dali.build_dataloader
-    network.args.set("test", batch_size=512)
-    monkeypatch.setattr(dali, "build_dataloader", build)
+    network = networks.load_checkpoint(checkpoint)
     for precision, ties in (("float16", 23), ("float32", 0)):
         assert export._score(network, Model("", network.description, outputs, precision), photos)["ties"] == ties
     score = {"correct": 1000, "images": 1000, "ties": 2}
@@ -587,36 +529,6 @@ def test_unusable_flags_are_an_error(checkpoint, tmp_path, capsys, flags, messag
     assert export.main([str(checkpoint), str(tmp_path / "exported"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()
-
-
-def test_flags_are_passed_on(capsys, monkeypatch):
-    def call(*arguments, **flags):
-        calls.append((arguments, flags))
-        return {"arch": "Net", "input": {"shape": [1]}, "output": {"shape": [None, 3]}, "classes": ["a"]}
-
-    calls = []
-    monkeypatch.setattr(export, "export", call)
-    for flags in (
-        "",
-        "--int8 --calibrate data",
-        "--onnx --verify data --uint8 --triton --model-arch-name net --precision float16 --int8 --int8-engine tensorrt "
-        "--calibrate data --calibration-method percentile --calibration-images 9 --allow-outside --temperature auto "
-        "--safetensors",
-    ):
-        assert export.main(["checkpoint", "out", *flags.split()]) == 0
-        assert capsys.readouterr().out == "out: Net, 3 classes, 1 with names, images [1]\n"
-    flags = dict.fromkeys(("onnx", "uint8", "triton", "allow_outside"), False) | dict.fromkeys(
-        ("verify", "model_arch_name")
-    )
-    flags |= {"precision": "float32", "int8": None, "calibration": None, "temperature": None, "safetensors": False}
-    all_flags = {"onnx": True, "verify": "data", "uint8": True, "triton": True, "model_arch_name": "net"}
-    all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", 9, True)}
-    all_flags |= {"allow_outside": True, "temperature": "auto", "safetensors": True}
-    assert calls == [
-        (("checkpoint", "out"), flags),
-        (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", 512, False)}),
-        (("checkpoint", "out"), all_flags),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -741,28 +653,21 @@ RECORDED = {"top1": 0.29, "loss": 2.0, "images": 100}  # 0.29 * 100 is less than
 
 
 @pytest.mark.parametrize(
-    ("recorded", "device", "tta", "is_compared"),
+    ("recorded", "device", "is_compared"),
     [
-        (RECORDED, "cpu", "none", True),
-        (RECORDED | {"not_finite": 0}, "cpu", "none", True),
-        (None, "cpu", "none", False),
-        (RECORDED, "gpu", "none", False),
-        (RECORDED | {"not_finite": 1}, "cpu", "none", False),
-        (RECORDED, "cpu", "flip", True),
-        (RECORDED | {"images": 50}, "cpu", "none", False),
+        (RECORDED, "cpu", True),
+        (RECORDED | {"not_finite": 0}, "cpu", True),
+        (None, "cpu", False),
+        (RECORDED, "gpu", False),
+        (RECORDED | {"not_finite": 1}, "cpu", False),
+        (RECORDED | {"images": 50}, "cpu", False),
     ],
 )
-def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, capsys, recorded, device, tta, is_compared):
+def test_only_a_comparable_evaluation_is_compared(capsys, recorded, device, is_compared):
     """The recorded evaluation is wrong: the exported network classifies 90 of 100 images correctly."""
     score = {"images": 100, "correct": 90, "ties": 0, "loss": 1.0, "clipped_loss": 1.0}
-    model = Model("Executor", {}, None)
-    opened = []
-    monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: opened.append(arguments) or model)
-    monkeypatch.setattr(export, "_score", lambda *arguments, **options: dict(score))
     meta = {"evaluated": recorded, "arguments": {"device": device, "dali_device": device}}
-    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta=tta, qat=False))
-    assert export._verify(network, tmp_path, "photos", "gpu") == score
-    assert opened == [(tmp_path, "gpu")]
+    network = SimpleNamespace(model=lambda logits: None, meta=meta, args=SimpleNamespace(tta="none", qat=False))
     with pytest.raises(RunError, match="its recorded evaluation disagree") if is_compared else nullcontext():
         export._verify_recorded(network, score, "photos", None)
     line = "recorded evaluation: none" if recorded is None else f"images decoded on a {device.upper()}; not compared, "
@@ -783,15 +688,19 @@ def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, capsys,
 )
 def test_float16_and_qat_networks_are_compared_only_by_top1(tmp_path, monkeypatch, precision, qat, correct, message):
     score = {"images": 100, "correct": 90, "ties": 0, "loss": 1.0, "clipped_loss": 1.0}
-    scores = iter([score, score | {"loss": 2.0, "correct": correct}])
-    monkeypatch.setattr(
-        inference, "open_paddle", lambda *arguments, **options: Model("paddle.inference", {}, None, precision)
-    )
+    scores, opened = iter([score, score | {"loss": 2.0, "correct": correct}]), []
+
+    def open_paddle(*arguments, **options):
+        opened.append(arguments)
+        return Model("paddle.inference", {}, None, precision)
+
+    monkeypatch.setattr(inference, "open_paddle", open_paddle)
     monkeypatch.setattr(export, "_score", lambda *arguments, **_: next(scores))
     meta, args = {"evaluated": None}, SimpleNamespace(qat=qat)
     network = SimpleNamespace(model=lambda logits: Model("Executor", {}, None), meta=meta, args=args)
     with pytest.raises(RunError, match=message) if message else nullcontext():
-        export._verify(network, tmp_path, "photos", "cpu")
+        assert export._verify(network, tmp_path, "photos", "gpu") == score
+    assert opened == [(tmp_path, "gpu")]
 
 
 @pytest.mark.parametrize(
@@ -812,17 +721,14 @@ def test_recorded_loss_matches_exact_or_in_earlier_checkpoint_clipped_loss(is_ea
 def change(checkpoint, folder, parameter=None, loss=0):
     """Copy a checkpoint, permute one parameter or change the recorded loss (relative, if it exceeds 1), and return the
     new folder."""
-    meta = folders.read_meta(checkpoint)
-    meta["evaluated"]["loss"] += loss * max(1, meta["evaluated"]["loss"])
-    files = {name: (checkpoint / name).read_bytes() for name in meta["files"]}
+    evaluated, files = folders.read_meta(checkpoint)["evaluated"], {}
+    evaluated["loss"] += loss * max(1, evaluated["loss"])
     if parameter is not None:
-        name = "tiny.pdema" if "tiny.pdema" in files else "tiny.pdparams"
-        arrays = pickle.loads(files[name])
+        name = "tiny.pdema" if (checkpoint / "tiny.pdema").exists() else "tiny.pdparams"
+        arrays = pickle.loads((checkpoint / name).read_bytes())
         arrays[parameter] = np.roll(arrays[parameter], 1, -1)
         files[name] = pickle.dumps(arrays, protocol=2)
-    writers = {name: lambda file, data=data: file.write(data) for name, data in files.items()}
-    meta = {name: value for name, value in meta.items() if name not in ("format", "files", "checksum")}
-    return folders.commit(folder, "0", writers, meta)
+    return with_meta(checkpoint, folder, files=files, evaluated=evaluated)
 
 
 # Half precision rounds the images, whose values lie between 2000 and 2026, to integers.
@@ -853,7 +759,8 @@ REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images")
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in REPEATED)) for name in EVALUATED]
 )
 def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_path, capsys, name):
-    """A correct checkpoint is accepted. The same checkpoint with a changed weight or recorded loss is rejected."""
+    """A correct checkpoint is accepted, and the same checkpoint with a different recorded loss is rejected. With TTA, a
+    changed weight is tested, too."""
     root, flags = photos, EVALUATED[name].split()
     if name == "label offset":
         root = tmp_path / "records"
@@ -883,7 +790,8 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
         loss, plain_loss = (export._score(network, model, root, each)["loss"] for each in (True, False))
         assert loss == pytest.approx(recorded, rel=1e-6)
         assert (plain_loss == pytest.approx(recorded, rel=5e-6)) == (name not in ("half-precision images", "TTA"))
-    for i, wrong in enumerate(({"parameter": "linear_0.w_0"}, {"loss": 3e-4}, {"loss": -3e-4})):
+    changes = {"loss": 3e-4}, {"loss": -3e-4}, {"parameter": "linear_0.w_0"}
+    for i, wrong in enumerate(changes if name == "TTA" else changes[:1]):
         code, out, err = verify(change(checkpoint, tmp_path / str(i), **wrong))
         assert code == 1 and "the checkpoint's network and its recorded evaluation disagree: " in err
 
@@ -1061,7 +969,7 @@ def test_qat_evaluation_is_compared_only_where_rounding_is_equal(monkeypatch, ca
     assert message in capsys.readouterr().out
 
 
-def test_qat_evaluation_with_missing_kernels_is_not_compared(monkeypatch, capsys):
+def test_qat_evaluation_with_missing_kernels_is_not_compared(capsys):
     def load():
         raise native.Unavailable("no compiler")
 
@@ -1184,11 +1092,9 @@ def test_broken_openvino_is_an_error(checkpoint, photos, tmp_path, monkeypatch):
     assert not (tmp_path / "exported").exists()
 
 
-def test_class_names_may_contain_any_bytes(checkpoint, tmp_path, monkeypatch):
+def test_class_names_may_contain_any_bytes(checkpoint, tmp_path):
     classes = ["a\nb", os.fsdecode(b"\xff"), "ä"]
-    real = networks._describe
-    monkeypatch.setattr(networks, "_describe", lambda *ends: real(*ends) | {"classes": classes})
-    export.export(checkpoint, tmp_path / "exported")
+    export.export(with_meta(checkpoint, tmp_path, class_names=classes), tmp_path / "exported")
     assert (tmp_path / "exported/labels.txt").read_text().splitlines() == ["a\\nb", "\\udcff", "ä"]
     assert inference.open_paddle(tmp_path / "exported", "cpu").description["classes"] == classes
 

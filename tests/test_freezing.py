@@ -2,7 +2,6 @@
 
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -110,7 +109,7 @@ def test_frozen_layers_do_not_change_and_compute_no_gradients(parse, kernels, op
 
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
 @pytest.mark.parametrize("names", ["stages.0,blocks.0", "stages.1,blocks.1", "all-but-classifier"])
-def test_custom_kernels_match_paddle_with_frozen_layers(parse, monkeypatch, arch, names):
+def test_custom_kernels_match_paddle_with_frozen_layers(parse, arch, names):
     """Gradients flow through frozen layers if an earlier layer is trained."""
     names = names if "," not in names else names.split(",")[arch == "TinyMobile"]
     changes = []
@@ -182,21 +181,6 @@ def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
 
 UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.9", "--lr-decay-by-layer", "0.5"]
 UNFREEZE += ["--lookahead", "2,0.5"]
-
-
-@pytest.mark.parametrize(("layers", "is_logged"), [(["stem"], False), (None, True)])
-def test_only_a_stage_without_frozen_layers_trains_all_layers(monkeypatch, capsys, layers, is_logged):
-    monkeypatch.setattr(program, "compile_prog", lambda *_: SimpleNamespace(trace="trace"))
-    values = {"image_shape": [3, 32, 32], "batch_size": 8}
-    later = phases.Work(SimpleNamespace(freeze=layers, **values), None, "later program", {})
-    training = phases.Work(SimpleNamespace(freeze=["stem"], **values), "loader", "program", {}, later=[(2, later)])
-    followed = []
-    saver = SimpleNamespace(follow=lambda *state: followed.append(state))
-    assert phases.enter_stage(training, 1, saver) is training and not followed
-    entered = phases.enter_stage(training, 2, saver)
-    assert (entered.loader, entered.program, entered.later) == ("loader", "later program", [])
-    assert entered.compiled.trace is None and followed == [("loader", {}, "later program")]
-    assert ("epoch 2: training all layers from now on" in capsys.readouterr().out) == is_logged
 
 
 @pytest.mark.parametrize(

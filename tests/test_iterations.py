@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from conftest import NHWC, assert_one_error, losses, phase
+from helpers import METRICS, with_meta
 from paddle_resnet import export
-from paddle_resnet.checkpoints import folders
 from paddle_resnet.components import stages
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
@@ -40,7 +40,7 @@ def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(all_reduces, "average_bn", lambda *_: averages.append(1))
     code, report = run_train(*SEVEN)
     assert code == 0
-    assert len(averages) == 5  # before each evaluation, and at the end of epoch 0
+    assert len(averages) == 5  # averages before each evaluation, and at the end of epoch 0
     assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 2), (1, 1), (1, None), (2, 1)]
     scores = {f"{epoch}_{step}" if step else str(epoch): top1 for epoch, step, top1 in evaluations(report)}
@@ -276,19 +276,18 @@ def test_flags_incompatible_with_iter_unit_are_errors(run_train, capsys, flags, 
     assert_one_error(capsys.readouterr().err, [message])
 
 
-def test_checkpoint_within_an_epoch_is_exported_if_bn_statistics_are_averaged(run_train, photos, tmp_path, monkeypatch):
+def test_checkpoint_within_an_epoch_is_exported_if_bn_statistics_are_averaged(run_train, photos, tmp_path):
     every = ["--eval-interval", "2", "--save-interval", "1", "--keep-checkpoints", "9"]
     assert run_train(*STEPS, "--num-iter", "2", *every)[0] == 0
     run = tmp_path / "output/Tiny"
     export.export(run, tmp_path / "best", verify=photos)
     export.export(run / "0_1", tmp_path / "not evaluated")
-    verify = folders.verify
-    monkeypatch.setattr(folders, "verify", lambda folder: verify(folder) | {"world_size": 2})
-    export.export(run / "0_2", tmp_path / "two processes")
+    job = tmp_path / "job"  # copies of checkpoints, as if two processes had written them
+    export.export(with_meta(run / "0_2", job, world_size=2), tmp_path / "two processes")
     # Regression test: without an evaluation, the last checkpoint of a job was rejected.
     assert run_train(*STEPS, "--num-iter", "2", "--run-scope", "train_only", "--overwrite", *every)[0] == 0
-    export.export(run / "0_2", tmp_path / "two processes, train_only")
+    export.export(with_meta(run / "0_2", job / "train_only", world_size=2), tmp_path / "two processes, train_only")
     with pytest.raises(UsageError, match="0_1: saved after 1 step of epoch 0, before the processes averaged their BN"):
-        export.export(run / "0_1", tmp_path / "two processes, not evaluated")
-    monkeypatch.setattr(folders, "verify", lambda folder: verify(folder) | {"world_size": 2, "trained": {}})
-    assert networks.load_checkpoint(run / "0_1").meta["world_size"] == 2
+        export.export(with_meta(run / "0_1", job, world_size=2), tmp_path / "two processes, not evaluated")
+    trained = with_meta(run / "0_1", job / "trained", world_size=2, trained=METRICS)
+    assert networks.load_checkpoint(trained).meta["world_size"] == 2

@@ -14,13 +14,14 @@ import pytest
 from matplotlib import pyplot
 from paddle import static
 
-from conftest import NHWC, TINY, losses, read_report, strict_json
-from paddle_resnet import lr_find, program
+from conftest import NHWC, TINY, losses, read_report, strict_json, tiny
+from paddle_resnet import config, lr_find, program
+from paddle_resnet import report as report_command
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules
-from paddle_resnet.results import comparison, lr_curve, page
+from paddle_resnet.results import lr_curve, page
 from paddle_resnet.settings import durations
 from paddle_resnet.tools import drawing
 from paddle_resnet.utils import locks
@@ -53,13 +54,14 @@ def rates(low=1e-6, high=10.0, steps=STEPS):
     return [low * (high / low) ** (i / (steps - 1)) for i in range(steps)]
 
 
-def synthetic(steps=100, noise=0.0, seed=0):
+def synthetic(steps=100, noise=0.0, seed=0, high=10.0):
     """Return (rates, losses) of a curve that falls fastest at 0.01, is lowest near 0.1 and then diverges."""
-    x = np.log10(rates(steps=steps))
+    x = np.log10(rates(high=high, steps=steps))
     values = 2.3 - 1.3 / (1 + np.exp(-3 * (x + 2))) + np.exp(5 * (x + 0.2))
     values += noise * np.random.RandomState(seed).standard_normal(steps)
-    values = values[: int(np.argmax(values > 20)) + 1]
-    return rates(steps=steps)[: len(values)], values.tolist()
+    if (values > 20).any():
+        values = values[: int(np.argmax(values > 20)) + 1]
+    return rates(high=high, steps=steps)[: len(values)], values.tolist()
 
 
 def contents(folder):
@@ -206,7 +208,7 @@ def test_search_does_not_replace_curve_of_simultaneous_search(find, tmp_path, mo
     assert calls == ["start of barrier", ("_claim", True), ("_write", True), "end of barrier"]
     drawing_lock = locks.file_of(data.with_name(lr_curve.DRAWING))
     assert held == [(drawing_lock, f"--output-dir {tmp_path}/search")]
-    assert len(closed) == 2  # at the start and at the end
+    assert len(closed) == 2  # once at the start and once at the end of the search
     assert (
         f"--output-dir {tmp_path}/search: {data.parent} contains {lr_curve.DATA}; choose a" in capsys.readouterr().err
     )
@@ -274,38 +276,6 @@ def test_non_finite_loss_ends_search(find, monkeypatch, capsys):
 def test_divergence_is_reported_only_before_the_loss_settles(ended_early, steps, problem):
     curve = SimpleNamespace(ended_early=ended_early, smoothed=[1.0] * steps)
     assert lr_find._problem(SimpleNamespace(from_lr=0.1), curve).startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("minimum", "ended_early", "is_warned"), [(8.0, False, False), (8.1, False, True), (8.1, True, False)]
-)
-def test_suggestion_states_factor_and_too_low_limit(
-    tmp_path, capsys, monkeypatch, shard, minimum, ended_early, is_warned
-):
-    analyzed, drawn = [], []
-    curve = SimpleNamespace(steepest=0.01, minimum=minimum)
-    monkeypatch.setattr(lr_curve, "analyze", lambda *arguments: analyzed.append(arguments) or curve)
-    monkeypatch.setattr(lr_curve, "write", lambda path, curve: drawn.append(path))
-    monkeypatch.setattr(drawing, "lr_curve", lambda curve, title: title)
-    monkeypatch.setattr(drawing, "save", lambda figure, path, what: drawn.extend((figure, path, what)))
-    shard(world_size=3)
-    args = SimpleNamespace(model_arch_name="Net", image_root="DATA", output_dir="o", overwrite=False)
-    args.accumulate_steps, args.as_dict = 2, lambda: {"lr": 1}
-    search = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS)
-    assert lr_find._write(search, args, tmp_path / "new/run", [3.0, 2.0], ended_early) is None
-    assert analyzed == [(rates()[:2], [3.0, 2.0], STEPS, 6, ended_early, {"lr": 1})]
-    data, plot = (tmp_path / "new/run" / name for name in (lr_curve.DATA, lr_curve.DRAWING))
-    assert drawn == [data, "Net on DATA", plot, f"{lr_curve.DRAWING} in --output-dir"]
-    out, err = capsys.readouterr()
-    factor = "(training multiplies --lr by 6, the number of processes times --accumulate-steps)"
-    assert out.splitlines() == [
-        f"curve of 2 steps: {plot}",
-        f"steepest descent at --lr 0.01, lowest loss at --lr {minimum:g} {factor}",
-        "with a warm-up, higher rates may be better, up to the rate with the lowest loss",
-        "suggestion: --lr 0.01",
-    ]
-    warning = "warning: --to-lr 10: the loss still falls at this rate; use a higher rate\n"
-    assert err == (warning if is_warned else "")
 
 
 def test_outputs_in_a_configuration_file_are_ignored(tmp_path):
@@ -413,6 +383,35 @@ def test_rates_of_several_processes_are_multiplied(shard):
     assert schedule.last_lr == pytest.approx(80)
 
 
+def test_suggestion_states_factor_of_training(tmp_path, capsys, shard):
+    """A curve that is still falling at the highest rate causes a warning."""
+    args = config.parse_args(tiny("--image-root", "DATA", "--output-dir", tmp_path, "--accumulate-steps", "2"))
+    shard(world_size=3)
+    for to_lr, is_warned in ((10.0, False), (0.05, True)):
+        search = SimpleNamespace(from_lr=1e-6, to_lr=to_lr, steps=100)
+        losses = synthetic(high=to_lr)[1]
+        assert lr_find._write(search, args, tmp_path / f"{to_lr:g}", losses, False) is None
+        curve = lr_curve.read(tmp_path / f"{to_lr:g}" / lr_curve.DATA)
+        out, err = capsys.readouterr()
+        factor = "(training multiplies --lr by 6, the number of processes times --accumulate-steps)"
+        assert out.splitlines()[1:] == [
+            f"steepest descent at --lr {curve.steepest:g}, lowest loss at --lr {curve.minimum:g} {factor}",
+            "with a warm-up, higher rates may be better, up to the rate with the lowest loss",
+            f"suggestion: --lr {curve.steepest:g}",
+        ]
+        warning = f"warning: --to-lr {to_lr:g}: the loss still falls at this rate; use a higher rate\n"
+        assert err == (warning if is_warned else "")
+
+
+def test_curve_does_not_replace_inputs(photos, tmp_path, capsys):
+    file = tmp_path / "search/Tiny" / lr_curve.DATA
+    file.parent.mkdir(parents=True)
+    file.write_text("lr: 0.1")
+    places = ["--image-root", photos, "--output-dir", tmp_path / "search", "--config", file]
+    assert lr_find.main([*TINY, *map(str, places), "--overwrite"]) == 2
+    assert f"{lr_curve.DATA} in --output-dir {file}: the same file as --config" in capsys.readouterr().err
+
+
 def test_search_uses_range_of_rank_0(find, monkeypatch):
     real = exchange.from_rank_0
 
@@ -469,15 +468,6 @@ def test_earlier_curve_is_replaced_only_with_overwrite(find, tmp_path, capsys, n
         expected = f"{tmp_path}/search/Tiny contains {name}; choose a different folder, or replace the curve with"
         assert expected in capsys.readouterr().err
         assert find("--overwrite", "--dry-run")[0] == 0
-
-
-def test_curve_does_not_replace_inputs(tmp_path, monkeypatch):
-    claims = []
-    monkeypatch.setattr(lr_find.outputs, "claim", lambda *files, **options: claims.append((files, options)))
-    monkeypatch.setattr(lr_find.layout, "occupied", lambda root: [f"{root}/x"])
-    lr_find._claim(SimpleNamespace(image_root="DATA", output_dir="d", overwrite=False), tmp_path, ["an input"])
-    files = {f"{name} in --output-dir": tmp_path / name for name in NAMES}, {"--output-dir": tmp_path}
-    assert claims == [(files, {"inputs": ["an input"], "protected": [("the data set's", "DATA/x")]})]
 
 
 def test_unwritable_output_is_error_before_search(find, photos, tmp_path, capsys):
@@ -551,13 +541,13 @@ def test_page_shows_curve_of_run_folder(run_train, tmp_path, capsys):
     shown = {}
     for folder in (tmp_path, tmp_path / "output/Tiny"):
         curve_file(folder / lr_curve.DATA)
-        assert comparison.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "page.html")]) == 0
+        assert report_command.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "page.html")]) == 0
         text = (tmp_path / "page.html").read_text()
         chart = text.partition("<h3>learning-rate finder</h3>")[2].partition("</svg>")[0]
         assert ">--lr</text>" in chart and re.search(r">--lr 0\.0\d+</text>", chart)
         assert [f">{rate}</text>" in chart for rate in ("1e-06", "0.01", "1")] == [True] * 3
         shown[folder] = chart
-        assert comparison.main([str(tmp_path / "report.json"), "--html", str(folder / lr_curve.DATA)]) == 2
+        assert report_command.main([str(tmp_path / "report.json"), "--html", str(folder / lr_curve.DATA)]) == 2
         (folder / lr_curve.DATA).unlink()
     assert len(set(shown.values())) == 1
     assert "which this command reads" in capsys.readouterr().err

@@ -137,7 +137,7 @@ def test_printed_command_keeps_paddle_of_other_environments(make, tmp_path, monk
     assert obey(errors.installation("gpu"), tmp_path) == ["requirements"]
     lines = (tmp_path / "requirements.installed").read_text().splitlines()
     assert [line for line in lines if line.startswith("paddlepaddle")] == ([pin] if pin else [])
-    errors.TRAIN.unlink()  # an installed package
+    errors.TRAIN.unlink()  # simulate an installed package
     extra = {"paddlepaddle-gpu==2.6.2": "'paddle-resnet[gpu]'", "paddlepaddle==2.6.2": "'paddle-resnet[cpu]'"}
     assert errors.installation("gpu").endswith(f" -m pip install {extra.get(pin, 'paddle-resnet')}")
 

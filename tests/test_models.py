@@ -18,8 +18,8 @@ EXPECTED_PARAMETERS |= {
     "MobileNetV3_Large": 5_483_032,
     "MobileNetV3_Small": 2_542_856,
     "GhostNet": 5_182_508,  # number of parameters of timm's ghostnet_100
-    "PPLCNet_x1_0": 2_953_800,  # of timm's lcnet_100
-    "PPHGNetV2_B0": 5_996_550,  # of timm's hgnetv2_b0
+    "PPLCNet_x1_0": 2_953_800,  # number of parameters of timm's lcnet_100
+    "PPHGNetV2_B0": 5_996_550,  # number of parameters of timm's hgnetv2_b0
 }
 
 

@@ -20,10 +20,10 @@ from starlette.testclient import TestClient
 
 from conftest import NHWC, ROOT, assert_one_error, frozen, losses, phase
 from paddle_resnet import export, predict, program
+from paddle_resnet import report as report_command
 from paddle_resnet import train as train_module
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
-from paddle_resnet.results import comparison
 from paddle_resnet.serving import web
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import label_metrics
@@ -142,7 +142,7 @@ def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
             assert f"average precision {float(row['ap']):.4f}, {row['images']} images" in page, name
     wrong = sum(int(row["images"]) + int(row["predicted"]) - 2 * int(row["correct"]) for row in table.values())
     assert page.count("data:image/jpeg") > 0 and page.count("missed") + page.count("wrongly found") <= wrong
-    assert comparison.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "again.html")]) == 0
+    assert report_command.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "again.html")]) == 0
     assert "best mAP" in capsys.readouterr().out and "best mAP" in (tmp_path / "again.html").read_text()
 
 
@@ -156,7 +156,7 @@ def test_run_cannot_change_kind_of_labels_of_checkpoint(run_train, photos, tmp_p
     assert run_train(*flags)[0] == 2
     parts = [f"--multi-label {now}: ", f"trained with --multi-label {before}", "remove the flag"]
     assert_one_error(capsys.readouterr().err, parts)
-    assert run_train(*flags[2:])[0] == 0  # the remedy
+    assert run_train(*flags[2:])[0] == 0  # obey the remedy: remove the flag
 
 
 def test_fine_tuning_can_change_kind_of_labels(run_train, train, tmp_path):

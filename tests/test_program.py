@@ -12,7 +12,7 @@ from paddle import static
 
 from conftest import NHWC, frozen, phase, read_report
 from helpers import build, random_batches, variable
-from paddle_resnet import config, dali, models, program
+from paddle_resnet import dali, models, program
 from paddle_resnet.checkpoints import replicas
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.data import iterators
@@ -124,28 +124,6 @@ def test_one_dnn_gradients_and_losses_match_paddle_kernels(parse, monkeypatch):
     monkeypatch.setattr(program, "compile_prog", lambda args, prog, *_, **__: static.CompiledProgram(prog))
     assert_same_gradients(gradients_one_dnn, gradients(parse(*one_step), batches[0]))
     np.testing.assert_allclose(losses_one_dnn, losses(parse(), batches), rtol=1e-3)
-
-
-def test_fleet_starts_once_for_a_run_and_its_stages(record, monkeypatch):
-    monkeypatch.setattr(program, "_started_with", None)
-    record(program.compat, "check_version")
-    record(program.paddle, "enable_static")
-    record(program.fleet, "connect", "start")
-    record(program.resolution, "resolve")
-    flags = ["--seed", "5", "--data-layout", "NHWC", "--comm-timeout-s", "7", "--cuda-graph", "false"]
-    args = frozen(config.parse_args(flags))
-    record.results["resolve"] = args
-    stage = args.stage()
-    stage.finalize()
-    for settings in (args, stage, args):
-        assert program.start(settings, Mode.EVAL) is settings
-    expected = [("check_version",), ("enable_static",), ("connect", 7), ("resolve", args, Mode.EVAL)]
-    assert record.calls == [*expected, ("start", 5, "auto", "NHWC", "auto", False)]
-    for change in (["--cuda-graph", "true"], ["--profile-steps", "1:2"]):
-        record.results["resolve"] = config.parse_args([*flags, *change])
-        program.start(record.results["resolve"])
-        assert record.calls[-1] == ("start", 5, "auto", "NHWC", "auto", True)
-    assert len(record.calls) == 3 * 5
 
 
 def test_feeds_have_default_dtype():
@@ -287,7 +265,7 @@ def test_averages_and_slow_weights_of_frozen_parameters_use_master_weights(one_b
 def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse):
     args = parse()
     compiled, exe, _, _, main = build(args)
-    assert compiled.accumulating is None  # --accumulate-steps 1
+    assert compiled.accumulating is None  # because --accumulate-steps is 1
     images, labels = random_batches(1)[0]
     for _ in range(3):
         exe.run(compiled, {"data": images, "label": labels})

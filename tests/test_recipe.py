@@ -259,7 +259,7 @@ def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch, 
         facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags]))
         assert (facts.images, facts.memory, facts.has_gpu, facts.resumed) == (30, 5 * GIB, True, resumed)
         facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags[:2], *flags[3:]]))
-        assert facts.resumed is None  # without --resume
+        assert facts.resumed is None  # these flags do not include --resume
 
 
 def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
         settings = config.parse_args(flags)
         recipe.choose(settings)
         assert settings.from_pretrained_params == str(tmp_path / "out/pretrained-efficientnet-lite0")
-        # Afterwards, the package is no longer necessary.
+        # The second iteration does not need the package, because it uses the weights that the first one has converted.
         monkeypatch.setattr(published, "installed_file", lambda name: None)
     assert calls == ["efficientnet-lite0"]
     settings = config.parse_args([*flags, "--run-scope", "eval_only", "--from-checkpoint", "DIR"])

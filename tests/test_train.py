@@ -1,30 +1,23 @@
 """The order of the phases of train.py, with simulated phases; and complete runs, with real images and programs."""
 
-import contextlib
 import importlib
 import importlib.util
 import pickle
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
 import yaml
 
-from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, losses, phase
+from conftest import NHWC, ROOT, assert_one_error, assert_sparse, frozen, losses, phase
 from helpers import NVIDIA_SCRIPTS
-from paddle_resnet import config, export, models, phases, program, report, startup, train
-from paddle_resnet.checkpoints import saver
+from paddle_resnet import config, export, models
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
-from paddle_resnet.job import fleet
-from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
-from paddle_resnet.settings import durations
-from paddle_resnet.step import loop
 from paddle_resnet.utils.mode import Mode
 
 ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
@@ -32,207 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_block")
 
 # The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "choose_recipe" not in path.read_text()]
-
-
-PHASES = ("start", "find_start", "is_done", "claim_outputs", "open_data", "build_programs", "set_weights")
-PHASES += ("compile_programs", "check_and_describe")
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes", "is_done", "last"),
-    [
-        ([], 1, False, "_run_epochs"),
-        ([], 2, False, "_run_epochs"),
-        (["--data-format", "synthetic", "--benchmark"], 1, False, "_benchmark_training"),
-        (["--run-scope", "eval_only", "--from-checkpoint", "c"], 1, False, "_evaluate_only"),
-        (["--dry-run"], 1, False, None),
-        ([], 1, True, "all_done"),
-    ],
-    ids=["train", "two processes", "benchmark", "eval", "dry run", "done"],
-)
-def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, last):
-    record(train, "_run_epochs", "_benchmark_training", "_evaluate_only")
-    record(startup, "check_environment")
-    record(startup.layout, "check_root")
-    record(startup.progress, "phase")
-    record(train.report, "all_done")
-    record(compat, "check_version")
-    record(fleet, "connect")
-    record(phases, *PHASES)
-    record(program, "start_fleet")
-    monkeypatch.setattr(startup, "world_size", lambda: processes)
-    args = config.parse_args([*TINY, "--image-root", "photos", "--comm-timeout-s", "55", *flags])
-    training, evaluation = None if "eval_only" in flags else "training", "evaluation"
-    record.results |= {"find_start": "checkpoint", "is_done": is_done, "open_data": ("train loader", "eval loader")}
-    record.results |= {"build_programs": (training, evaluation), "set_weights": "restored checkpoint"}
-    record.results["compile_programs"] = training and "compiled", evaluation
-    record.results["check_and_describe"] = args, training and "trained"
-    train._run(args, flags)
-    calls = {name: arguments for name, *arguments in record.calls}
-    names = ["check_environment", "check_root", "phase", "check_version", "start", "connect", *PHASES[1:3]]
-    if "synthetic" in flags or processes == 2:  # synthetic images have no folder, and rank 0 checks the folder later
-        names.remove("check_root")
-    if not is_done:
-        names += ["claim_outputs", "start_fleet", *PHASES[4:]]
-    assert [name for name, *_ in record.calls] == [*names, *([last] if last else [])]
-    assert (
-        calls["phase"] == ["Paddle import"]
-        and calls["connect"] == [55]
-        and calls.get("check_root", ["photos"]) == ["photos"]
-    )
-    if is_done:
-        assert calls["all_done"] == [args.part(report.Options), args.as_entry(), flags, "checkpoint"]
-        return
-    assert calls["build_programs"][2:] == ["train loader", "eval loader", "checkpoint"]
-    assert calls["set_weights"] == [args, "checkpoint", training, evaluation]
-    if last == "_run_epochs":
-        assert calls["check_and_describe"][2:] == ["restored checkpoint", "compiled", evaluation]
-        assert calls[last][3:] == ["restored checkpoint", "trained", evaluation]
-
-
-STOPS = [
-    durations.Stop(0, 2, ends_epoch=False, evaluates=True, saves=False),
-    durations.Stop(0, 3, evaluates=False),
-    durations.Stop(1, 1, ends_epoch=False, evaluates=False),
-    durations.Stop(1, 3),
-]
-
-
-@pytest.fixture
-def run_epochs(record, monkeypatch):
-    """Return a function that calls _run_epochs with STOPS and returns (number of completed steps for durations.stops,
-    the other calls). The results of a stop are "trained E S" and "evaluated E S"."""
-    calls = record.calls
-
-    class Saver:
-        last = best = None
-
-        def __init__(self, *arguments):
-            self.arguments = arguments
-            for name in ("save_on_error", "save_if_due", "finish"):
-                setattr(self, name, lambda *arguments, name=name: calls.append((name, *arguments)))
-
-        save, record = "save", "record"
-        ends_early = property(lambda self: calls[-1][1] == Saver.last)
-
-    def result(name, i):
-        def call(*arguments):
-            stop = arguments[i]
-            calls.append((name, stop, *arguments[i + 1 :]))
-            if (name, stop) == run_epochs.failing:
-                raise MemoryError
-            return f"{name} {stop.epoch} {stop.step}"
-
-        return call
-
-    monkeypatch.setattr(saver, "Saver", Saver)
-    monkeypatch.setattr(phases, "show_on_tensorboard", lambda args, training, checkpoint: training)
-    monkeypatch.setattr(phases, "enter_stage", lambda training, epoch, saver: training)
-    monkeypatch.setattr(train.logger, "begin", lambda entry, append: calls.append(("begin", entry, append)))
-    monkeypatch.setattr(train.durations, "stops", lambda args, timeline, done: calls.append(("stops", done)) or STOPS)
-    monkeypatch.setattr(train, "_train", result("trained", 2))
-    monkeypatch.setattr(train, "_evaluate", result("evaluated", 3))
-    record(all_reduces, "average_bn")
-    record(train.report, "resumes", "advise_on_loader", "summarize")
-    record.results |= {"resumes": "resumes", "advise_on_loader": True}
-
-    def run_epochs(trained=None, evaluation="evaluation", last=None, failing=(None, None)):
-        calls.clear()
-        run_epochs.failing, Saver.last = failing, last
-        options = SimpleNamespace(report_html=None)
-        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: options)
-        schedule = SimpleNamespace(timeline="timeline", done=7)
-        training = phases.Work(args, "loader", "program", "fetchs", schedule)
-        checkpoint = SimpleNamespace(trained=trained)
-        with pytest.raises(MemoryError) if failing[0] else contextlib.nullcontext():
-            train._run_epochs(args, "argv", "exe", checkpoint, training, evaluation)
-        assert calls[:2] == [("resumes", options, checkpoint), ("begin", "entry", "resumes")]
-        return calls[2][1], calls[3:]
-
-    return run_epochs
-
-
-def expected_calls(stop, is_first_end=False, trained=None):
-    """Return the calls at a stop. `trained` is the result of an earlier process for this stop."""
-    calls, result, evaluated = [], trained or f"trained {stop.epoch} {stop.step}", None
-    if trained is None:
-        calls.append(("trained", stop, "save"))
-        if stop.ends_epoch or stop.evaluates:
-            calls.append(("average_bn", "exe", "program"))
-        if is_first_end:
-            calls.append(("advise_on_loader", 0, result))
-    if stop.evaluates:
-        calls.append(("evaluated", stop, "record"))
-        evaluated = f"evaluated {stop.epoch} {stop.step}"
-    return [*calls, ("save_if_due", stop, result, evaluated)]
-
-
-def without_args(calls):
-    return [(name, *[a for a in arguments if not isinstance(a, SimpleNamespace)]) for name, *arguments in calls]
-
-
-def test_each_stop_trains_evaluates_and_saves(run_epochs):
-    """BN statistics are averaged at the end of an epoch and before an evaluation. The loader is assessed after the
-    first epoch, and only once if this results in advice."""
-    done, calls = run_epochs()
-    expected = [call for i, stop in enumerate(STOPS) for call in expected_calls(stop, is_first_end=i == 1)]
-    *calls, (name, *summary) = without_args(calls)
-    assert done == 7 and calls == [*expected, ("finish",)]
-    assert (name, *summary[:5]) == ("summarize", "argv", "program", STOPS[3], "trained 1 3", "evaluated 1 3")
-
-
-def test_pending_evaluation_of_earlier_process_is_run_without_training(run_epochs):
-    done, calls = run_epochs(trained="earlier")
-    assert done == 6  # the last completed step is a stop again
-    first, second = expected_calls(STOPS[0], trained="earlier"), expected_calls(STOPS[1], is_first_end=True)
-    assert without_args(calls)[: len(first) + len(second)] == [*first, *second]
-
-
-def test_run_without_evaluation_only_trains(run_epochs):
-    names = [name for name, *_ in run_epochs(evaluation=None)[1]]
-    assert "evaluated" not in names and names.count("trained") == 4
-
-
-def test_run_ends_early_after_saving(run_epochs):
-    calls = without_args(run_epochs(last=STOPS[0])[1])
-    assert calls[:-1] == [*expected_calls(STOPS[0]), ("finish",)]
-    assert calls[-1][:4] == ("summarize", "argv", "program", STOPS[0])
-
-
-@pytest.mark.parametrize(("failing", "trained"), [("trained", None), ("evaluated", "trained 1 3")])
-def test_error_saves_results_of_training(run_epochs, failing, trained):
-    *_, (name, error, *rest) = run_epochs(failing=(failing, STOPS[3]))[1]
-    assert (name, *rest) == ("save_on_error", 1, 3, trained) and isinstance(error, MemoryError)
-
-
-def test_metrics_of_an_epoch_are_logged_except_in_benchmarks(record, monkeypatch):
-    """Weights for the evaluation are computed before the evaluation."""
-    record(loop, "run_and_save")
-    record(program, "run", "log_info")
-    record(train.report, "write_classes")
-    record.results |= {"run_and_save": {"loss": 1}, "run": {"loss": 2}, "write_classes": "without arrays"}
-    args = SimpleNamespace(benchmark=False, part=lambda cls: cls)
-    refresh = lambda: record.calls.append(("refresh",))  # noqa: E731
-    loader = SimpleNamespace(class_names="names")
-    work = phases.Work(args, loader, "program", "fetchs", "schedule", compiled="compiled", refresh=refresh)
-    assert train._train("exe", work, STOPS[0], "save") == {"loss": 1}
-    options = (loader, "exe", "compiled", "fetchs", 0)
-    trained = ("run_and_save", loop.Options, *options, Mode.TRAIN, "schedule", "save", 2)
-    assert record.calls == [trained, ("log_info", (0,), {"loss": 1, "step": 2}, Mode.TRAIN)]
-    record.calls.clear()
-    args.benchmark = True
-    train._train("exe", work, STOPS[0], "save")
-    assert record.calls == [trained]
-    record.calls.clear()
-    is_best = lambda stop, result: record.calls.append((stop, result)) or "is best"  # noqa: E731
-    assert train._evaluate("options", "exe", work, STOPS[0], is_best) == "without arrays"
-    assert record.calls == [
-        ("refresh",),
-        ("run", args, *options, Mode.EVAL),
-        ("log_info", (0,), {"loss": 2, "step": 2}, Mode.EVAL),
-        (STOPS[0], {"loss": 2}),
-        ("write_classes", "options", {"loss": 2}, "names", 0, "is best"),
-    ]
 
 
 def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
@@ -249,7 +41,7 @@ def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
         for name in ("loss", "top1", "top5", "images"):
             assert phase(evaluated, [], "val.")[name] == phase(evaluated, [epoch], "val.")[name] == expected[name]
     code, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", tmp_path / "output/Tiny/1")
-    assert phase(evaluated, [], "val.")["loss"] == last["loss"]
+    assert phase(evaluated, [], "val.")["loss"] == phase(evaluated, [1], "val.")["loss"] == last["loss"]
 
 
 def test_seed_determines_initial_weights(run_train, tmp_path):
@@ -323,13 +115,14 @@ def test_report_starts_with_flags_and_ends_with_summary(run_train):
 @pytest.mark.parametrize("data_format", ["folder", "synthetic"])
 def test_benchmark_reports_latency_and_writes_no_output(run_train, tmp_path, scope, data_format):
     flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--data-format", data_format]
+    (tmp_path / "output").write_text("")  # a benchmark needs no output folder
     code, report = run_train("--run-scope", scope, *flags)
     assert code == 0
     result = phase(report, [], "train." if scope == "train_only" else "val.")
     assert result["steps"] == 7
     assert result["ips"] > 0
     assert result["latency_p50_ms"] <= result["latency_p99_ms"]
-    assert not (tmp_path / "output").exists()
+    assert (tmp_path / "output").is_file()
 
 
 def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
@@ -341,6 +134,11 @@ def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
     assert_one_error(
         capsys.readouterr().err.partition("nowhere")[2], ["--output-dir", "output is not a writable folder"]
     )
+
+
+def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
+    assert run_train("--dry-run", "--num-of-class", "5")[0] == 0
+    assert f"warning: --num-of-class 5: exceeds the 3 classes in {photos}; reduce it" in capsys.readouterr().err
 
 
 def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
@@ -436,6 +234,8 @@ def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys,
     assert_one_error(output.err, [*message, str(root)])
     assert "the train split in" not in output.out or (root / "train" / "class1").is_dir()
     assert report == []
+    if message[-1].startswith("--allow"):
+        assert run_train(message[-1], "--dry-run", image_root=root)[0] == 0
 
 
 OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
@@ -512,7 +312,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 def test_scripts_of_nvidia_example_train_and_their_export_command_works(
     run_train, checkpoint, tmp_path, capsys, work_in, name
 ):
-    """With tiny values: a tiny network, one epoch and, on a CPU, float32."""
+    """The scripts run with tiny values: a tiny network, one epoch and, on a CPU, float32."""
     words = NVIDIA_SCRIPTS[name].split()
     for flag, count in (("--epochs", 2), ("--lr", 2), ("--model-prefix", 2), ("--from-pretrained-params", 2)):
         if flag in words:
@@ -598,7 +398,7 @@ def test_print_config_output_is_a_valid_config_file(train_process, tmp_path):
 def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     args = frozen(config.parse_args(["--config", str(path)]))
     assert args.model_arch_name in models.MODELS
-    assert f" {args.epochs} epochs" in path.read_text()  # in the header
+    assert f" {args.epochs} epochs" in path.read_text()  # the header of the recipe
     timeline = stages.timeline(args, images=8_000)
     schedule = schedules.build_lr_scheduler(args.part(schedules.Options), timeline)
     end = timeline.steps_before(args.epochs)

@@ -424,7 +424,7 @@ def check_resumed_classes(checkpoint: StartCheckpoint, now: list[str] | None, fi
     if numbering.are_numbers(before) or numbering.are_numbers(now):
         problem = outputs is not None and len(now) > outputs and f"{outputs} classes, now {len(now)}"
     else:
-        problem = before != now and _first_difference(before, now)
+        problem = before != now and first_difference(before, now)
     if problem:
         raise UsageError(
             f"{checkpoint.label}: a resumed run cannot change its classes ({problem}); restore the classes, or start a "
@@ -432,7 +432,8 @@ def check_resumed_classes(checkpoint: StartCheckpoint, now: list[str] | None, fi
         )
 
 
-def _first_difference(before, now):
+def first_difference(before: list[str], now: list[str]) -> str:
+    """Return a description of the first difference between two lists of classes that differ."""
     i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
     old, new = (names[i] if i < len(names) else "unused" for names in (before, now))
     return f"label {i} was {old} and is {new}"
@@ -450,7 +451,7 @@ def compare_classes(folder: str, meta: dict[str, Any] | None, loader: Loader, is
     if numbering.are_numbers(before) or numbering.are_numbers(now) or (is_fine_tuning and len(before) != len(now)):
         return
     if before != now:
-        logger.warn(f"{folder}: trained on different classes ({_first_difference(before, now)}); check --image-root")
+        logger.warn(f"{folder}: trained on different classes ({first_difference(before, now)}); check --image-root")
 
 
 def restore(

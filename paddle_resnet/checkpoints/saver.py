@@ -33,6 +33,7 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import ends
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
+from paddle_resnet.step import facts
 from paddle_resnet.utils import logger, signals
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import main_metric
@@ -58,7 +59,7 @@ def check_folder(
     Args:
         folder: result of folders.run_folder.
         checkpoint: the checkpoint that the run starts from, or None.
-        starts: result of Settings.start_paths.
+        starts: result of Settings.input_folders.
         overwrite, resume: values of the flags.
     Raises:
         UsageError: the folder cannot be created or written, another run is writing to it, or _check_no_other_run fails.
@@ -206,7 +207,7 @@ class Saver:
             self._lock = folders.hold(folder)
             folders.clean(folder)
             # Check again, because another run may have saved checkpoints since check_folder.
-            _check_no_other_run(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
+            _check_no_other_run(folder, checkpoint, args.input_folders(), args.overwrite, args.resume)
             if args.overwrite:
                 folders.remove_all(folder)
             return best_before(folder, checkpoint) if checkpoint and checkpoint.resumes else None
@@ -328,6 +329,8 @@ class Saver:
             "seeds": {"paddle": self._args.seed, "python": _python_state(), "numpy": _numpy_state()},
             "ranks": [state for state, _ in ranks],
         }
+        if (teacher := facts.of(self._program).teacher) is not None:
+            meta["teacher"] = teacher.record()
         meta |= self._task.meta(None) if evaluated is None else self._of_evaluation
         name = _name(epoch, step)
         self.folder = self._root / name

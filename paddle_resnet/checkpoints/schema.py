@@ -43,6 +43,8 @@ def problem(meta: dict[str, Any]) -> str | None:
     for name, metrics in needed.items():
         if meta[name] is not None and (missing := {*metrics} - {*meta[name]}):
             return f"{name} lacks {min(missing)}"
+    if "teacher" in meta and not _is_teacher(meta["teacher"]):
+        return f"teacher is {reprlib.repr(meta['teacher'])[:100]}"
     if "cpu" in meta and not is_table(meta["cpu"], threads=is_count, instructions=is_text):
         return f"cpu is {reprlib.repr(meta['cpu'])[:100]}"
     return None
@@ -99,6 +101,12 @@ def _are_seeds(value):
 def as_tuples(value: Any) -> Any:
     """Convert nested lists from JSON to tuples, which random.setstate requires."""
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
+def _is_teacher(value):
+    """Return whether a value describes the teacher of a run (--teacher), possibly with its main metric."""
+    is_described = is_table(value, folder=is_text, arch=is_text, sha256=_is_sha256)
+    return is_described and all(is_ratio(value[name]) for name in ("top1", "map") if name in value)
 
 
 def _are_files(value):

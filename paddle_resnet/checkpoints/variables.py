@@ -19,7 +19,7 @@ from paddle import static
 from paddle_resnet import graph
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.checkpoints.start import StartCheckpoint
-from paddle_resnet.components import quantization
+from paddle_resnet.components import distillation, quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
 from paddle_resnet.settings import values
@@ -120,7 +120,7 @@ def load(
     label = label or str(folder)
     prefix = _prefix(options, folder, label)
     parameters, others = variables(program)
-    state = _read_weights(Path(f"{prefix}.pdparams") if others else _evaluated(prefix), label, log)
+    state = read_weights(Path(f"{prefix}.pdparams") if others else _evaluated(prefix), label, log)
     _check_number_of_classes(options, state, parameters, ends(program).last, label)
     _load_parameters(options, program, state, label, place)
     if others:
@@ -150,7 +150,9 @@ def _evaluated(prefix):
     return path if folders.contains(path) else Path(f"{prefix}.pdparams")
 
 
-def _read_weights(path, label, log=logger.info):
+def read_weights(path: Path, label: str, log: Callable[[str], object] = logger.info) -> dict[str, np.ndarray]:
+    """Return the content of PREFIX.pdparams or PREFIX.pdema. `label` is the name of the checkpoint in messages, and
+    `log` logs a message if the weights are averages. Raises UsageError if the file is damaged or cannot be read."""
     if path.suffix == facts.AVERAGES:
         log(f"{label}: loading the averaged weights, {path.name}")
     return _read(path, label)
@@ -229,7 +231,7 @@ def load_pretrained(options: LoadOptions, program: static.Program, place: Place)
         UsageError: the file is missing or damaged, or does not match the model.
     """
     label = f"--from-pretrained-params {options.pretrained}"
-    state = _read_weights(pretrained_file(options.pretrained, options.model_prefix), label)
+    state = read_weights(pretrained_file(options.pretrained, options.model_prefix), label)
     skipped, (parameters, others) = [], variables(program)
     differing = [n for n in ends(program).last if n not in state or tuple(state[n].shape) != parameters[n]]
     if options.skips_classifier:
@@ -436,7 +438,7 @@ def saved(program: static.Program) -> list[static.Variable]:
     omitted = {"feed", "fetch"}
     omitted |= {name for state in states(program) if state.file is None for name in state.variables.values()}
     persistable = [var for var in program.list_vars() if var.persistable and var.name not in omitted]
-    return [var for var in persistable if not var.name.startswith(scalars.PREFIX)]
+    return [var for var in persistable if not var.name.startswith((scalars.PREFIX, distillation.PREFIX))]
 
 
 def _has_type_of(name, array):
@@ -480,12 +482,12 @@ def read(name: str) -> np.ndarray:
 def set_variable(name: str, array: np.ndarray, place: Place) -> None:
     tensor = _tensor(name)
     if array.dtype.kind == "f":
-        array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
+        array = bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
     # reshape() restores the shape of a scalar, such as the learning rate, because ascontiguousarray adds a dimension.
     tensor.set(np.ascontiguousarray(array).reshape(tensor.shape()), place)
 
 
-def _bfloat16(array):
+def bfloat16(array: np.ndarray) -> np.ndarray:
     """Round floats to the nearest bfloat16, with ties to even, as a GPU does. Paddle represents bfloat16 in NumPy as
     uint16, the upper half of a float32."""
     bits = array.astype(np.float32).view(np.uint32)

@@ -1,10 +1,10 @@
-"""Gradient accumulation (--accumulate-steps K). The accumulating program runs on the first K - 1 batches of a step. It
-adds the gradients of these batches to sums and does not update the parameters. The training program runs on the last
+"""Gradient accumulation (--accumulate-steps K). The accumulating program runs on the first K - 1 batches of a step,
+adds the gradients of these batches to sums, and does not update the parameters. The training program runs on the last
 batch, adds the sums to its gradients, and updates the parameters. The sums are float32, because small gradients would
 be lost in half-precision sums.
 
-Neither program contains conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced,
-checked, unscaled and clipped once per update.
+Neither the accumulating nor the training program contains conditional operators, so both can be captured as CUDA
+graphs. Gradients are all-reduced, checked, unscaled and clipped once per update.
 """
 
 import itertools
@@ -32,7 +32,7 @@ class Settings:
     )
 
 
-PREFIX = "accumulated."  # prefix of the sums
+PREFIX = "accumulated."  # prefix of the names of the sums
 
 
 def _communication():

@@ -58,8 +58,8 @@ def _drop_paths(step, rate):
     paths = [layer for layer in step.model.sublayers() if isinstance(layer, layers.DropPath)]
     if not paths:
         raise UsageError(
-            f"--drop-path {rate:g}: --model-arch-name {step.arch} has no layers.DropPath "
-            "in its residual blocks; remove --drop-path"
+            f"--drop-path {rate:g}: --model-arch-name {step.arch} has no DropPath layer in its residual blocks; remove "
+            "--drop-path"
         )
     for i, path in enumerate(paths, 1):
         path.rate, path.seed = rate * i / len(paths), step.declare_seed(f"drop_path.{i}")

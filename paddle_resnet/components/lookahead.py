@@ -22,7 +22,7 @@ LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A, far above the values that
 
 def parse(text: str) -> list | None:
     """Return [K, A] for a value of --lookahead, or None for the text "None", which overrides a value in the
-    configuration file. Raise ArgumentTypeError if the value does not have this form or is out of range."""
+    configuration file. Raise ArgumentTypeError if the value does not have the form K,A or is out of range."""
     if text == "None":
         return None
     try:
@@ -74,7 +74,7 @@ def add(step: "StepBuilder") -> None:
 
 
 def _add_native(step, is_due, alpha):
-    """Add one operator per precision."""
+    """Add one operator native_lookahead per precision of the parameters."""
     from paddle_resnet import graph
 
     block = graph.block(step.main)

@@ -35,7 +35,8 @@ def add(step: "StepBuilder") -> None:
     targets of the loss head.
 
     Raises:
-        UsageError: the number of training images of each class is unknown (step.class_images).
+        UsageError: --class-weights is balanced, but the number of training images of each class is unknown
+            (step.class_images is None).
     """
     from paddle_resnet.models import loss_head
 

@@ -57,7 +57,7 @@ def add(step: "StepBuilder") -> None:
     batch, and the program reads its rows, columns and fraction as host scalars.
 
     Raises:
-        UsageError: a batch has fewer than two images.
+        UsageError: --mixup or --cutmix is set, but a batch has fewer than two images.
     """
     alphas = {kind: alpha for kind in KINDS if (alpha := getattr(step.part(Settings), kind))}
     if not alphas:
@@ -66,7 +66,7 @@ def add(step: "StepBuilder") -> None:
         raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use --batch-size 2 or more")
     (height, width), schedule, random = step.image_size, step.schedule, step.random("mix")
 
-    @functools.lru_cache(1)  # rows, columns and fraction share one draw, which would otherwise be repeated for each
+    @functools.lru_cache(1)  # draw once per batch, for rows, columns and fraction
     def mix_of(batch):
         return draw(random(), alphas, height, width)
 
@@ -82,7 +82,7 @@ def add(step: "StepBuilder") -> None:
 
 
 def mixup(generator: np.random.Generator, ratio: float, height: int, width: int) -> Mix:
-    """Return a Mix with the same weight at all pixels."""
+    """Return a Mix in which the partner has the weight 1 - ratio at all pixels."""
     return Mix(np.full(height, 1 - ratio), np.ones(width), ratio)
 
 
@@ -107,7 +107,7 @@ def draw(generator: np.random.Generator, alphas: dict[str, float], height: int, 
     """Draw a random Mix for one batch.
 
     Args:
-        generator: np.random.Generator.
+        generator: source of the random numbers.
         alphas: {kind: alpha}, with alpha > 0. The ratio is drawn from Beta(alpha, alpha). If there are several kinds,
             one of them is drawn for each batch with equal probability.
         height, width: size of the images.
@@ -141,7 +141,7 @@ def mix_labels(task: Task, label: Any, fraction: Any) -> Any:
 
     Args:
         task: the task of the network.
-        label: labels of the images.
+        label: labels of the images, with the shape [N, ...] and the type of Task.label.
         fraction: float32 [1], the mean weight of the image (Mix.fraction).
     """
     import paddle

@@ -96,7 +96,8 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 def add(step: "StepBuilder") -> None:
     """Complete the update, for which Paddle's minimize has added one operator per parameter. With Paddle's kernels,
     these operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If Paddle lacks
-    the rule, `rewrite` of the rule then changes them. With custom kernels, they are replaced."""
+    the update rule, `rewrite` of the rule then changes Paddle's operators. With custom kernels, update_natively
+    replaces Paddle's operators."""
     from paddle_resnet import graph
 
     block, rule = graph.block(step.main), OPTIMIZERS[step.part(Settings).optimizer]

@@ -63,7 +63,7 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict for each conflict between the flags of mixed precision, if --amp is set."""
+    """If --amp is set, yield a Conflict for each conflict between its flags, such as bfloat16 with loss scaling."""
     if not settings.amp:
         return
     if settings.use_pure_fp16 and settings.amp_level == "O1":
@@ -114,7 +114,7 @@ def check_natively(block: "graph.Block") -> "static.Variable | None":
     if not checks:
         return None
     if any("/regularization" in op.attr("op_namescope") for op in block.ops):
-        # These operators add the regularization to the gradients, which would still be scaled.
+        # The regularizer's operators add the regularization to the gradients, which would still be scaled.
         raise UsageError(
             "--kernels native: loss scaling is not supported with a regularizer of a parameter (paddle.ParamAttr); use "
             "--kernels paddle, or remove the regularizer"
@@ -136,7 +136,7 @@ def check_natively(block: "graph.Block") -> "static.Variable | None":
 
 
 def _update_scale(block, ops, scalings, unscale):
-    """Replace operators with one operator that checks the gradients and updates the loss scale."""
+    """Replace the operators `ops` with one operator that checks the gradients and updates the loss scale."""
     from paddle_resnet import graph
 
     state = {"PrevLossScaling": "Scale", "InGoodSteps": "GoodSteps", "InBadSteps": "BadSteps"}
@@ -154,7 +154,8 @@ def _amp_lists(program, dtype, float32):
     which layers.is_float32 is true, all operators whose outputs are listed in `float32`, and all operators that read
     one of the outputs of these operators.
 
-    The lists identify these operators by the names of their outputs, because level O2 ignores lists of operator types.
+    The lists identify the operators that stay in float32 by the names of their outputs, because level O2 ignores lists
+    of operator types.
     """
     from paddle import static
 

@@ -95,9 +95,9 @@ def insert(program: "static.Program", first: int = 0, lr_scheduler: Any = None, 
     """Insert 8-bit fake-quantization operators into the forward pass of the current program, in place. In the backward
     pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
-    The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets this
-    parameter to 0. The parameter has no gradient; in training, it is a moving average of the largest absolute value in
-    each batch.
+    The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets each
+    range to 0. Ranges have no gradient; in training, a range is a moving average of the largest absolute value of its
+    activation in each batch.
 
     Args:
         program: the current Program, without a backward pass.

@@ -2,8 +2,8 @@
 
 The gradients of pruned weights are set to 0, and all values that belong to these weights start at 0: the weights, their
 float32 master weights, the optimizer state, the slow weights and the averages. Every update rule keeps such values at
-0. Paddle instead sets the weights to 0 after each update. Their gradients would then be part of the norm that
---clip-grad-norm limits, and change an optimizer state that would have to be saved to continue a run exactly.
+0. Paddle instead sets the weights to 0 after each update. With Paddle's method, the gradients of pruned weights would
+be part of the norm that --clip-grad-norm limits, and would change the optimizer state.
 """
 
 import functools
@@ -142,7 +142,7 @@ def prune(main_prog: "static.Program", place: Any, algorithm: str) -> dict[str, 
 
 def apply_masks(main_prog: "static.Program", place: Any) -> None:
     """Set all values of pruned weights to 0: the weights, their master weights, the optimizer state and the averages.
-    Checkpoints of version 0.1.0 contain other values in the optimizer state."""
+    Checkpoints of version 0.1.0 can contain values other than 0 in the optimizer state of pruned weights."""
     from paddle import static
 
     scope = static.global_scope()
@@ -153,7 +153,7 @@ def apply_masks(main_prog: "static.Program", place: Any) -> None:
         for name in names:
             if name == parameter.name or (name.startswith(belonging) and not name.endswith(MASK)):
                 tensor = scope.find_var(name).get_tensor()
-                if tensor.shape() == list(mask.shape):  # otherwise, the powers of Adam's betas
+                if tensor.shape() == list(mask.shape):  # skip the powers of Adam's betas
                     value = np.array(tensor)
                     tensor.set(value * mask.astype(value.dtype), place)
 
@@ -185,7 +185,7 @@ def has_masks_of_signed_search(state: dict[str, np.ndarray]) -> bool:
     """Return whether Paddle's mask_2d_best probably computed the masks in a state {name: array}, which also contains
     the weights. Return False if the masks have fewer than _MIN_BLOCKS blocks.
 
-    Every block of these masks has two ones in each row and column. In contrast, 2 % to 5 % of the blocks have only
+    Every block of Paddle's masks has two ones in each row and column. In contrast, 2 % to 5 % of the blocks have only
     seven ones after compute_mask(weight, "mask_2d_best"), and 16 % after mask_2d_greedy. Most of the weights that
     Paddle's search keeps are positive (74 % of normally distributed weights).
     """
@@ -232,7 +232,7 @@ def _patterns():
     """Return the maximal 4 x 4 masks with at most two ones in each row and column, [186, 4, 4].
 
     Paddle considers only the 90 masks with eight ones. A mask with seven ones can have a larger sum of kept magnitudes
-    than all of these.
+    than all masks with eight ones.
     """
     rows = [row for row in itertools.product((0, 1), repeat=GROUP) if sum(row) <= _KEPT]
     masks = np.array(list(itertools.product(rows, repeat=GROUP)))

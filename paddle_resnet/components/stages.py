@@ -141,7 +141,7 @@ def timeline(settings: values.Settings, images: int) -> durations.Timeline:
     """Return the durations.Timeline of a run.
 
     Args:
-        settings: Settings.
+        settings: the settings of the run.
         images: number of training images per process.
     Raises:
         UsageError: an epoch has fewer batches than --accumulate-steps, or the batch size of a stage exceeds `images`.

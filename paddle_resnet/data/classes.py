@@ -16,7 +16,9 @@ from paddle_resnet.utils.mode import Mode
 _IMAGENET_CLASSES = 1000
 _NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV reader accepts 131,072
 # Files with one class name per line, possibly after its number.
-_NAME_FILE = re.compile(r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames)\.txt", re.IGNORECASE)
+_NAME_FILE = re.compile(
+    r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames|categories([-_].*)?)\.txt", re.IGNORECASE
+)
 _LABEL_TABLE = re.compile(r".+\.csv|metadata\..+", re.IGNORECASE)  # files that probably contain labels
 
 
@@ -44,10 +46,12 @@ def label_names(image_root: str, ignored: Collection[str] = ()) -> tuple[str, li
 
 
 def _numbered_names(path):
-    """Return (names, first number or None) of a file with lines `NAME` or `NUMBER NAME`. Raise UsageError if a name
-    occurs twice or is empty."""
+    """Return (names, first number or None) of a file with lines `NAME`, `NUMBER NAME` or `NAME NUMBER`. Raise
+    UsageError if a name occurs twice or is empty."""
     names = [line.strip() for line in _lines(path) or [""]]
     pairs = [name.split(maxsplit=1) for name in names]
+    if all(len(pair) == 2 and pair[1].isdecimal() for pair in pairs):
+        pairs = [pair[::-1] for pair in pairs]
     first = None
     if all(len(pair) == 2 and pair[0].isdecimal() for pair in pairs):
         name_of = {int(number): name for number, name in pairs}

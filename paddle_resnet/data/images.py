@@ -13,8 +13,11 @@ from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
+CONVERTED_SUFFIXES = (".ppm", ".pgm", ".pnm", ".gif")  # formats that `dataset import` stores as PNG
 IMAGE_ENDINGS = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"  # for messages
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
+# Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
+SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 TEXT_LIMIT = 1 << 30  # maximum size in bytes of a text file, such as a file list, classes.txt or a skip list
 
 
@@ -60,6 +63,11 @@ def readable(path: str) -> Iterator[None]:
     except OSError as e:
         name = os.fsdecode(e.filename or path)
         raise UsageError(f"{name}: cannot be read ({e.strerror or e}); make it readable, or remove it") from e
+
+
+def is_system_name(name: str) -> bool:
+    """Return whether a name is that of a hidden folder or one of SYSTEM_FOLDERS."""
+    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def is_utf8(path: str) -> bool:

@@ -6,7 +6,7 @@ import shlex
 
 from paddle_resnet.data import manifest, sniffer, split_names
 from paddle_resnet.data.formats import FILES, FORMATS, RECORDS, filelist, folder
-from paddle_resnet.data.images import is_utf8, log_once, some
+from paddle_resnet.data.images import is_system_name, is_utf8, log_once, some
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import Mode, RunScope
@@ -196,9 +196,7 @@ def _is_split_folder(image_root, mode):
 
 def neighbors(image_root: str) -> list[str]:
     """Return the paths of the parent and the subfolders of image_root that contain both splits as class folders."""
-    folders = [
-        os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if not folder.is_system_name(name)
-    ]
+    folders = [os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if not is_system_name(name)]
     near = [os.path.normpath(os.path.join(image_root, os.pardir)), *folders]
     return [root for root in near if all(_is_split_folder(root, mode) for mode in Mode)]
 

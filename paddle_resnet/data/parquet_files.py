@@ -2,7 +2,8 @@
 
 A file consists of groups of rows: the row groups of a Parquet file, or the record batches of an Arrow file
 (`save_to_disk`). A row contains the content of an image file, usually in a struct with the fields `bytes` and `path`,
-and a label. The schema's metadata lists the class names.
+and a label. The schema's metadata lists the class names or, for many data sets of the Hub, the README.md in a folder
+above the file.
 
 This module imports neither DALI nor Paddle. It imports the optional package pyarrow when a file is opened.
 """
@@ -14,11 +15,17 @@ import os
 import shlex
 from dataclasses import dataclass
 
+import yaml
+
 from paddle_resnet.data import blocks, sniffer
+from paddle_resnet.data.images import log_once, readable
+from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, installation
+from paddle_resnet.utils.files import open_regular
 
 SUFFIXES = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow file
+_README, _README_LEVELS, _README_LIMIT = "README.md", 3, 1 << 24  # levels: the file's folder and the two above it
 _groups = blocks.Blocks()
 
 
@@ -29,7 +36,7 @@ class Columns:
     Attributes:
         image: column of images, which is binary or a struct with the field `bytes`.
         label: column of labels, which are integers or text.
-        classes: class names in label order, or None if the file contains none.
+        classes: class names in label order, or None if neither the file nor README.md contains them.
     """
 
     image: str
@@ -64,7 +71,7 @@ def columns(path: str, image_column: str | None = None, label_column: str | None
         OSError: the file does not exist.
     """
     schema = _file(path).schema
-    features = _features(schema)
+    features = _described(path, schema)
     images = [name for name, feature in features.items() if feature.get("_type") == "Image"]
     images = images or [field.name for field in schema if _is_binary(field.type) or _holds_bytes(field.type)]
     labels = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
@@ -80,10 +87,7 @@ def columns(path: str, image_column: str | None = None, label_column: str | None
         )
         kind = schema.field(image).type
         raise UsageError(f"{path}: the column {image} has the type {kind}, not the bytes of images; {remedy}")
-    names = features.get(label, {}).get("names")
-    if isinstance(names, dict):  # {"0": name, ...}
-        names = [names[key] for key in sorted(names, key=int)]
-    return Columns(image, label, tuple(map(str, names)) if names else None)
+    return Columns(image, label, _names(features.get(label, {})))
 
 
 def rows(path: str, columns: Columns) -> list[Row]:
@@ -198,6 +202,76 @@ def _features(schema):
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return {name: feature for name, feature in features.items() if name in schema.names and feature.get("_type")}
     return {}
+
+
+def _names(feature):
+    """Return the class names of a feature in label order, or None."""
+    names = feature.get("names")
+    if isinstance(names, dict):  # {"0": name, ...}
+        names = [names[key] for key in sorted(names, key=int)]
+    return tuple(map(str, names)) if names else None
+
+
+def _described(path, schema):
+    """Return {column: feature} from the metadata or, if it contains no class names, also from README.md."""
+    features = _features(schema)
+    if any(map(_names, features.values())):
+        return features
+    found = _features_of_readme(path)
+    return features | {name: feature for name, feature in found.items() if name in schema.names}
+
+
+def _features_of_readme(path):
+    """Return {column: feature} from the first README.md with `dataset_info` in the folder of a file or above it."""
+    folder = os.path.dirname(os.path.abspath(path))
+    for _ in range(_README_LEVELS):
+        readme = os.path.join(folder, _README)
+        if os.path.isfile(readme):
+            status = os.stat(readme)
+            configs = _configs(readme, status.st_size, status.st_mtime_ns)
+            # Of several configurations, each has its own folder.
+            parts = {*os.path.relpath(path, folder).split(os.sep)}
+            own = {name: features for name, features in configs.items() if name in parts} or configs
+            if own:
+                features = [*own.values()]
+                return features[0] if all(found == features[0] for found in features) else {}
+        folder = os.path.dirname(folder)
+    return {}
+
+
+@functools.lru_cache(maxsize=8)
+def _configs(path, size, mtime_ns):
+    """Return {configuration: {column: feature}} from the YAML block at the start of a README.md, with features as in
+    the metadata of `datasets`. Log a warning if the block is damaged."""
+    with readable(path), open_regular(path, _README_LIMIT) as f:
+        start, _, rest = f.read().decode(errors="replace").replace("\r\n", "\n").partition("---\n")
+    if start.strip("\ufeff \n") or "\n---" not in rest:
+        return {}
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        found = (yaml.load(rest.partition("\n---")[0], loader) or {}).get("dataset_info") or {}
+        configs = found if isinstance(found, list) else [found]
+        return {str(c.get("config_name", "default")): _readme_features(c["features"]) for c in configs if c}
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as e:
+        reason = " ".join(str(e).split())[:200]
+        log_once(
+            f"{path}: class names cannot be read ({type(e).__name__}: {reason}); correct its first block", logger.warn
+        )
+        return {}
+
+
+def _readme_features(entries):
+    features = {}
+    for entry in entries:
+        kind = entry.get("dtype")
+        if kind == "image":
+            features[entry["name"]] = {"_type": "Image"}
+        elif isinstance(kind, dict) and isinstance(label := kind.get("class_label"), dict):
+            names = label.get("names")
+            if isinstance(names, dict) and sorted(map(int, names)) != [*range(len(names))]:
+                raise ValueError(f"the labels of {entry['name']} are not 0 to {len(names) - 1}")
+            features[entry["name"]] = {"_type": "ClassLabel", "names": names}
+    return features
 
 
 def _is_binary(kind):

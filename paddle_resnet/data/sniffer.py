@@ -16,30 +16,36 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from paddle_resnet.data.images import IMAGE_SUFFIXES
-from paddle_resnet.data.split_names import SPLIT_OF, SPLITS
-from paddle_resnet.utils.errors import command, import_command, printable, python
+from paddle_resnet.data import record_tables
+from paddle_resnet.data.image_search import SUFFIXES, ImageSearch
+from paddle_resnet.data.images import is_system_name
+from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
+from paddle_resnet.utils.errors import UsageError, command, import_command, printable, python
 
 # Names of columns in lower case without spaces, _ and -.
 IMAGE_COLUMNS = (
     *("filename", "file", "filepath", "image", "imageid", "imagepath", "imagename", "img", "imgpath", "imgname"),
-    *("path", "name", "id", "idcode", "fname", "fpath"),
+    *("path", "name", "id", "idcode", "fname", "fpath", "relativeimpath"),
 )
 LABEL_COLUMNS = (
     *("label", "labels", "labelid", "labelname", "class", "classname", "classid", "category", "categoryid", "target"),
     *("y", "species", "breed", "diagnosis", "tag", "tags", "variety", "dx", "choice", "gt", "groundtruth"),
     *("finelabel", "coarselabel"),
 )
-SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest")
-TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
+SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest", "test")
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", *record_tables.SUFFIXES)
 RECORD_KINDS = ("tfrecord", "webdataset", "recordio", "lmdb")  # kinds of `dataset import` that read record files
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
+_SEARCHED_FILES = 200_000  # maximum number of files among which an image of a table is searched
+_RECORD_FILES = 100  # maximum number of JSON or .mat files that are read; more are probably one for each image
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
+_LINE = 4096  # maximum length of a line of a list
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
-_IMAGE = r"[^/]+(" + "|".join(map(re.escape, IMAGE_SUFFIXES)) + ")"
+_IMAGE = r"[^/]+(" + "|".join(map(re.escape, SUFFIXES)) + ")"
 _NATIVE = r"(train|val(idation)?)"  # names of the record files that training reads
 _SPLIT = rf"({'|'.join(SPLIT_OF)})"
+_TABLE_ENDING = rf"\.({'|'.join(suffix[1:] for suffix in TABLE_SUFFIXES)})"
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,12 @@ LAYOUTS = (
     Layout(rf"({_SPLIT}/)?metadata\.(csv|jsonl)", "a table of Hugging Face's imagefolder", "table"),
     Layout(rf"{_SPLIT}/_classes\.csv", "a table of Roboflow", "table"),
     Layout(rf"{_SPLIT}_list\.txt", "file lists of PaddleClas", "table"),
-    Layout(rf"(({_SPLIT}|annotations?|labels?)/)?[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
-    Layout(r"[^/]+/[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table", is_alone=True),
+    Layout(rf"(({_SPLIT}|annotations?|labels?)/)?[^/]+{_TABLE_ENDING}", "a table with labels", "table"),
+    Layout(rf"[^/]+/[^/]+{_TABLE_ENDING}", "a table with labels", "table", is_alone=True),
     Layout(rf"{_SPLIT}\.txt", "file lists", "table", is_native=True),
     Layout(r"[^/]+\.lst", "image lists of MXNet", "table"),
     Layout(r"[^/]+\.txt", "file lists", "table"),
+    Layout(r"[^/]+/[^/]+\.txt", "file lists", "table", is_alone=True),
     Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", "parquet"),
     Layout(r"(.*/)?[^/]+\.arrow", "Arrow files", "parquet"),
     Layout(r"(.*/)?[^/]*-\d+-of-\d+\.gz", "compressed TFRecord files", "tfrecord"),
@@ -130,7 +137,7 @@ LAYOUTS = (
     ),
 )
 _LISTS = rf"{_SPLIT}(_list)?\.txt|image_class_labels\.txt|trainval\.txt|val_annotations\.txt"  # recognized by name
-_TABLE = re.compile(r"([^/]+/)?[^/]+\.(csv|tsv|jsonl)", re.IGNORECASE)
+_TABLE = re.compile(rf"([^/]+/)?[^/]+{_TABLE_ENDING}", re.IGNORECASE)
 _ARCHIVE = re.compile(r".+\.(tar|tar\.(gz|bz2|xz)|tgz|tbz2|txz|zip)", re.IGNORECASE)
 _TAR = r"([^/]*[-_.])?({})\.tar"  # names of a tar file without number, which may be a shard or contain class folders
 _NAMES = {"train": "|".join(SPLITS["train"]), "val": "|".join((*SPLITS["val"], "test"))}
@@ -157,15 +164,19 @@ class Sight:
 
 def look(root: str | os.PathLike[str]) -> list[Sight]:
     """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized. If nothing is
-    recognized in the folder itself, but it has a single subfolder, as unpacked archives often have, its content is
-    returned."""
+    recognized in the folder itself, but it has a single subfolder, as unpacked archives often have, the content of this
+    subfolder is returned."""
     root = os.fspath(root)
     paths = _paths(root)
     sights = _look(root, paths)
-    folders = [path for path in paths if re.fullmatch("[^/]+/", path)]
-    if len(folders) == 1 and not any(sight.kind not in (None, "nested") for sight in sights):
-        inner = os.path.join(root, folders[0][:-1])
-        sights = [sight for sight in _look(inner, _paths(inner)) if sight.kind] or sights
+    inner, below = root, paths
+    for _ in range(_DEPTH):
+        folders = [path for path in below if re.fullmatch("[^/]+/", path)]
+        if len(folders) != 1 or any(sight.kind not in (None, "nested") for sight in sights):
+            break
+        inner = os.path.join(inner, folders[0][:-1])
+        below = _paths(inner)
+        sights = [sight for sight in _look(inner, below) if sight.kind] or sights
     if any(sight.kind or sight.is_certain for sight in sights):
         return sights
     return [*_archives(root, paths), *sights] or [*_nested(root, paths)]
@@ -173,7 +184,7 @@ def look(root: str | os.PathLike[str]) -> list[Sight]:
 
 def _look(root, paths):
     known, claimed = [], set()
-    is_image = _is_name_of(root, paths)
+    is_image = ImageSearch(root, _SEARCHED_FILES).is_image
     for layout in LAYOUTS:
         if sight := _match(root, paths, layout, claimed, is_image):
             known.append(sight)
@@ -184,29 +195,22 @@ def _look(root, paths):
     return [*_tar_files(root, paths), *known, *tables, *_too_deep(root, paths), *_outside(paths)]
 
 
-def _is_name_of(root, paths):
-    """Return a function that tells whether the text of a cell is the path, name or id of one of the images in `paths`,
-    or the path of a different image below root."""
-    names = {os.path.basename(path) for path in paths if _is_image(path)}
-    names |= {os.path.splitext(name)[0] for name in names}
-
-    def is_image(cell):
-        cell = cell.strip().replace("\\", "/")
-        is_below = _is_image(cell) and not cell.startswith("/") and ".." not in cell
-        return os.path.basename(cell) in names or (is_below and os.path.isfile(os.path.join(root, cell)))
-
-    return is_image
-
-
 def _match(root, paths, layout, claimed, is_image):
     """Return the Sight of a layout or None, and add the paths of its files to `claimed`, the set of the paths of more
     specific layouts."""
     found = [path for path in paths if path not in claimed and re.fullmatch(layout.pattern, path, re.IGNORECASE)]
+    records = {path for path in found if path.lower().endswith(record_tables.SUFFIXES)}
+    if len(records) > _RECORD_FILES:
+        found = [path for path in found if path not in records]
     # A table must have columns of images and labels. The columns of Roboflow's _classes.csv are classes.
-    found = [path for path in found if _is_usable(os.path.join(root, path), is_image)]
+    is_any_table = layout.pattern.endswith(_TABLE_ENDING)
+    found = [path for path in found if _is_usable(os.path.join(root, path), is_image, is_any_table)]
     if layout.is_alone:
         folders = {os.path.dirname(path) for path in paths if _is_image(path)}
-        found = [path for path in found if os.path.dirname(path) not in folders]
+        top = {path.partition("/")[0] for path in paths if "/" in path}
+        # look() searches the only subfolder of a folder without images.
+        is_inside = len(top) == 1 and "" not in folders
+        found = [path for path in found if os.path.dirname(path) not in folders and not is_inside]
     needed = [path for path in paths if layout.needs and re.fullmatch(layout.needs, path, re.IGNORECASE)]
     if not found or (layout.needs and not needed):
         return None
@@ -216,12 +220,15 @@ def _match(root, paths, layout, claimed, is_image):
     return Sight(what, todo, layout.kind, layout.kind is not None, root)
 
 
-def _is_usable(path, is_image):
-    """Return whether a table, a list or an .npz file contains images and labels; True for other files."""
+def _is_usable(path, is_image, is_any_table):
+    """Return whether a table, a list or an .npz file contains images and labels; True for other files. JSON and .mat
+    files are tables only in a layout of tables with any name (is_any_table)."""
+    if path.lower().endswith(record_tables.SUFFIXES) and not is_any_table:
+        return True
     if os.path.basename(path) == "_classes.csv":
         return bool(header(path))
     if path.endswith((".lst", ".txt")) and not re.fullmatch(_LISTS, os.path.basename(path), re.IGNORECASE):
-        return is_list(path, is_image)
+        return is_list(path, is_image) or is_path_list(path, is_image)
     if path.endswith(".npz") and os.path.isfile(path):  # a pipe could block
         # The import reports a damaged file.
         with contextlib.suppress(OSError, zipfile.BadZipFile, ValueError), zipfile.ZipFile(path) as archive:
@@ -285,11 +292,15 @@ def is_table(
         return False
     names = header(path)
     known = {normalized(name) for name in names}
+    is_record_file = path.lower().endswith(record_tables.SUFFIXES)
     if image_column:
         has_images = image_column in names
+    elif is_record_file:  # records with other content also have an id or a name
+        has_images = bool(image_columns(path, is_image))
     else:
         has_images = not known.isdisjoint(IMAGE_COLUMNS) or bool(image_columns(path, is_image))
-    has_labels = label_column in names if label_column else len(names) == 2 or not known.isdisjoint(LABEL_COLUMNS)
+    has_two = len(names) == 2 and known.isdisjoint(SPLIT_COLUMNS) and not is_record_file
+    has_labels = label_column in names if label_column else has_two or not known.isdisjoint(LABEL_COLUMNS)
     return has_images and (has_labels or (label_column is None and is_one_hot(path)))
 
 
@@ -332,10 +343,28 @@ def is_list(path: str, is_image: Callable[[str], bool]) -> bool:
     """Return whether the first line of a text file consists of an image and a label or, in a list of MXNet (.lst), of
     a number, the label and the image. For is_image, see is_table."""
     line = next(iter(_head(path).split("\n")), "").strip()
+    words = re.findall("[a-z]+", os.path.basename(path).lower())
+    if not {*words}.isdisjoint(SPLIT_COLUMNS[:4]):  # a list of splits, such as train_test_split.txt
+        return False
     if path.lower().endswith(".lst"):
         return line.count("\t") > 1 and is_image(line.split("\t")[-1])
     parts = [line.rsplit(delimiter, 1) for delimiter in ("\t", ",", ";", " ")] + [line.split(maxsplit=1)]
-    return any(is_image(image) for image, *label in parts if label)
+    return any(is_image(image) and not several_numbers(label[0]) for image, *label in parts if label)
+
+
+def is_path_list(path: str, is_image: Callable[[str], bool]) -> bool:
+    """Return whether a text file with the name of a split is a list of images without labels, whose folders are their
+    classes. For is_image, see is_table."""
+    if not split_of(os.path.basename(path)):
+        return False
+    lines = [line.strip() for line in (*_head(path).split("\n")[:-1], _last_line(path)) if line.strip()]
+    folders = {os.path.basename(os.path.dirname(line)) for line in lines}
+    return len(folders) > 1 and folders.isdisjoint(("", *SPLIT_OF)) and is_image(lines[0])
+
+
+def several_numbers(label: str) -> bool:
+    """Return whether a label consists of several numbers, such as the coordinates of a box."""
+    return re.fullmatch(r"\s*-?[\d.]+(\s*[\s,;|]\s*-?[\d.]+)+\s*", label) is not None
 
 
 def header(path: str) -> list[str]:
@@ -346,6 +375,11 @@ def header(path: str) -> list[str]:
 def _rows(path, count):
     """Return the cells of the first rows of a table as text; [] if the file cannot be read or is not a table. The first
     row of a JSON Lines file consists of the names in its first object."""
+    if path.lower().endswith(record_tables.SUFFIXES):
+        with contextlib.suppress(UsageError, OSError):
+            table = record_tables.read(path)
+            return [table.header, *table.rows[: count - 1]] if table.rows else []
+        return []
     with contextlib.suppress(ValueError, csv.Error):
         lines = _head(path).splitlines()
         if path.lower().endswith(".jsonl"):
@@ -364,6 +398,16 @@ def _head(path):
                 name = encoding(f.read(2))
             with open(path, encoding=name, errors="replace") as f:
                 return f.read(_HEAD)
+    return ""
+
+
+def _last_line(path):
+    """Return the last line of a text file of a list, or "" if it is longer than a path or cannot be read."""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as f:
+                f.seek(max(0, os.path.getsize(path) - _LINE))
+                return f.read().decode(errors="replace").strip().rpartition("\n")[2]
     return ""
 
 
@@ -402,7 +446,7 @@ def _listed(root, folder):
     paths = []
     with contextlib.suppress(OSError), os.scandir(os.path.join(root, folder)) as entries:
         for _, entry in zip(range(_ENTRIES), entries, strict=False):
-            if not entry.name.startswith("."):
+            if not is_system_name(entry.name):
                 paths.append(f"{folder}{entry.name}{'/' if entry.is_dir() else ''}")
     return sorted(paths)
 
@@ -568,7 +612,7 @@ def _has_images(root, folder):
 
 
 def _is_image(path):
-    return path.lower().endswith(IMAGE_SUFFIXES)
+    return path.lower().endswith(SUFFIXES)
 
 
 def _outside(paths):

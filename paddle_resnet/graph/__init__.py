@@ -1,7 +1,7 @@
 """The only code that uses the internal interfaces of Paddle's programs, blocks and operators.
 
 Other modules read operators and variables, and add them, with the public methods of the block that `block` returns.
-They change a program with the functions of this module, and search it with index.Graph.
+Other modules change a program with the functions of this module, and search a program with index.Graph.
 """
 
 import contextlib
@@ -179,6 +179,56 @@ def rename_input(op: Operator, name: str, new_name: str) -> None:
 def rename(block: Block, name: str, new_name: str) -> static.Variable:
     """Rename a variable in all operators of a block, and return it."""
     return block._rename_var(name, new_name)
+
+
+def embed(
+    program: static.Program, block: Block, replaced: dict[str, static.Variable], prefix: str
+) -> dict[str, static.Variable]:
+    """Append copies of all operators of a program to a block, with copies of its variables without gradients. The
+    copies of persistable variables, such as parameters, are persistable, but not parameters, and the startup program
+    does not initialize them.
+
+    Args:
+        program: program with an inference network; not modified.
+        block: block of a legacy program.
+        replaced: {name of a variable of `program`: variable of the block to use in its place}.
+        prefix: start of the names of the copies.
+    Returns:
+        {name of a variable of `program`: variable of the block}.
+    """
+    variables = {}
+    for name, v in program.global_block().vars.items():
+        options = {"shape": v.shape, "dtype": v.dtype, "type": v.type, "persistable": v.persistable}
+        variables[name] = replaced.get(name) or block.create_var(name=prefix + name, stop_gradient=True, **options)
+    for op in program.global_block().ops:
+        copy = block.desc.append_op()
+        copy.copy_from(op.desc)  # also copies its name scopes, on which the operator's precision depends
+        for name in {*op.input_arg_names}:
+            copy._rename_input(name, variables[name].name)
+        for name in {*op.output_arg_names}:
+            copy._rename_output(name, variables[name].name)
+    sync(block)
+    return variables
+
+
+def absorb_casts(block: Block, prefix: str) -> None:
+    """Remove the operators that cast persistable variables whose names begin with `prefix`, and give the variables the
+    type of the cast instead. Variables with other readers are not changed."""
+    readers: dict[str, list[Operator]] = {}
+    for op in block.ops:
+        for name in {*op.input_arg_names}:
+            readers.setdefault(name, []).append(op)
+    removed = []
+    for name, [op, *others] in readers.items():
+        if not name.startswith(prefix) or not block.var(name).persistable or op.type != "cast" or others:
+            continue
+        [cast] = op.output("Out")
+        for reader in readers.get(cast, []):
+            rename_input(reader, cast, name)
+        block.var(name).desc.set_dtype(block.var(cast).dtype)
+        removed.append(op)
+    remove(block, removed)
+    sync(block)
 
 
 def serialize(program: static.Program) -> bytes:

@@ -76,7 +76,7 @@ class Graph:
         self.replaced += ops
 
     def finish(self) -> int:
-        """Remove the operators, and return their number."""
+        """Remove the operators that replace() has replaced, and return their number."""
         graph.remove(self.block, self.replaced)
         graph.sync(self.block)
         return len(self.replaced)

@@ -230,7 +230,7 @@ class Block:
     """The global block of a program.
 
     A startup program contains a result for each variable that it initializes; `ops` contains only these results.
-    Otherwise, `ops` contains all operators except declarations and auxiliary operators.
+    In other programs, `ops` contains all operators except declarations and auxiliary operators.
     """
 
     def __init__(self, program):
@@ -334,12 +334,12 @@ class Block:
         op = self.ops[i].op
         for value in op.results():
             for reader in value.all_used_ops() if value.initialized() else []:
-                if _role(reader) == _AUXILIARY:  # it writes the value to a variable
+                if _role(reader) == _AUXILIARY:  # the reader writes the value to a variable
                     reader.erase()
         op.erase()
 
     def _rename_var(self, name, new_name):
-        """Replace a variable by a persistable variable with a different name, and return the latter."""
+        """Replace a variable by a persistable variable with a different name, and return the new variable."""
         old = self.var(name)
         new = self.create_var(new_name, old.shape, old.dtype, persistable=True)
         old.replace_all_uses_with(new)
@@ -365,7 +365,7 @@ def minimize(optimizer, loss, startup, roles):
 
     Args:
         optimizer: one of Paddle's optimizers.
-        loss: value [].
+        loss: value [], the mean loss of the batch.
         startup: startup program.
         roles: roles of the gradient of the loss, of the other operators of the backward pass, and of the update.
     """

@@ -18,6 +18,7 @@ from paddle_resnet.models import user_file
 from paddle_resnet.settings import values
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.values import flag_name, text
+from paddle_resnet.step import facts as program_facts
 from paddle_resnet.utils.errors import UsageError
 
 # Flags that may differ between machines: paths, output flags, and flags that affect only speed.
@@ -69,6 +70,9 @@ def check_work(
             facts[f"list of {name} classes (hash)"] = _hash(list(loader.classes))
     shapes = {p.name: [*p.shape, str(p.dtype)] for p in graph.block(program).all_parameters()}
     facts["number of parameters"] = len(shapes)
+    teacher = program_facts.of(program).teacher
+    if teacher is not None:
+        facts["weights of --teacher (hash)"] = teacher.sha256[:8]
     facts["shapes of the parameters (hash)"] = _hash(shapes)
     _compare(facts)
 

@@ -1,10 +1,11 @@
 """Connections between the monitors of a job. A message is a line of JSON.
 
 Rank 0 generates the key of the job, and Paddle's TCP store passes it to the other ranks. A connection begins with the
-rank and the key of the client, and the server's answer. Other clients, such as port scanners, cannot affect the job.
+rank and the key of the client, and the server's answer. Clients without the key, such as port scanners, cannot affect
+the job.
 
-A client that reads the store or the network can learn the key. Such a client could also write to the store, and thus
-end the job even if there were no monitors, so run jobs on a trusted network.
+A client that reads the store or the network can learn the key. Without monitors, such a client could still
+end the job by writing to the store, so run jobs on a trusted network.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ async def connect(host: str, port: int, key: str, rank: int) -> tuple[asyncio.St
     """Connect to the coordinator of the job.
 
     Returns:
-        reader, writer.
+        (reader, writer) of the connection.
     Raises:
         OSError: the coordinator does not answer, or does not accept the key.
     """

@@ -15,8 +15,8 @@ from paddle_resnet.machine import compat
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.errors import RunError
 
-# Flags of Paddle for GPUs. They allow convolutions a workspace of 4 GiB, enable one-pass BN, and sum the gradients of
-# a residual addition in place. Paddle reads the last flag when the backward pass is built.
+# Flags of Paddle for GPUs: allow convolutions a workspace of 4 GiB, enable one-pass BN, and sum the gradients of a
+# residual addition in place. Paddle reads FLAGS_max_inplace_grad_add when the backward pass is built.
 GPU_FLAGS = {
     "FLAGS_conv_workspace_size_limit": 4096,
     "FLAGS_cudnn_batchnorm_spatial_persistent": True,
@@ -73,8 +73,8 @@ def start(seed: int, device: str, data_layout: str, kernels: str, needs_serial_r
     build_strategy = strategy.build_strategy
     build_strategy.enable_inplace = False  # the Executor applies this pass later, to the compiled program
     if kernels == "native" or device == "cpu":
-        # With custom kernels, Fleet must not fuse operators before fusion.py does. On a CPU, Fleet must not fuse them,
-        # because its fused operator has no CPU kernel.
+        # With custom kernels, Fleet must not fuse operators before fusion.py does. On a CPU, Fleet must not fuse BN,
+        # addition and activation, because Fleet's fused operator has no CPU kernel.
         build_strategy.fuse_bn_add_act_ops = False
     strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)

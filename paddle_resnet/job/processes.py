@@ -14,7 +14,7 @@ from paddle_resnet.utils.errors import UsageError
 if TYPE_CHECKING:
     import paddle
 
-# Process ID of the launcher. It is read before Paddle is imported, because the launcher may be killed meanwhile.
+# Process ID of the launcher, read before Paddle is imported, because the launcher may be killed during the import.
 LAUNCHER = os.getppid()
 
 
@@ -109,7 +109,7 @@ def check_resolved(device: str) -> None:
 
 def place(device: str) -> "paddle.CPUPlace | paddle.CUDAPlace":
     """Return the Paddle place on which programs of this process run; `device` is "cpu" or "gpu". Raise UsageError if
-    it is "auto"."""
+    `device` is "auto"."""
     import paddle
 
     check_resolved(device)

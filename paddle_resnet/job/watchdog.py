@@ -24,8 +24,8 @@ from paddle_resnet.utils.errors import RunError, UsageError, program
 # Maximum time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the
 # launcher terminates all ranks 3 s after a rank has exited.
 PATIENCE_S = 2
-# Maximum time that a rank waits for its monitor to allow it to leave the job. Meanwhile, the monitor informs the other
-# monitors.
+# Maximum time that a rank waits for its monitor to allow it to leave the job. While the rank waits, its monitor informs
+# the other monitors.
 LEAVE_S = 10
 # Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle can prevent the rank from
 # exiting.

@@ -20,8 +20,8 @@ from paddle_resnet.utils.errors import UsageError, command
 if TYPE_CHECKING:
     from paddle.base.framework import Block, Operator
 
-# The test suite passes with these versions. Newer patch releases of 2.6, and all versions newer than HIGHEST, are also
-# accepted.
+# The test suite passes with the versions LOWEST and HIGHEST. Newer patch releases of 2.6, and all versions newer than
+# HIGHEST, are also accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = int(paddle.version.major) >= 3
 _PIR = "FLAGS_enable_pir_api"
@@ -42,12 +42,12 @@ _HARMFUL_FLAGS = {
 
 def check_version(version: str = paddle.__version__) -> None:
     """Check that the version of Paddle is supported, that Paddle builds legacy programs, and that no flag of Paddle
-    makes these programs fail. Warn, once per process, if the version is newer than the tested ones. If an earlier
+    makes these programs fail. Warn, once per process, if the version is newer than HIGHEST. If an earlier
     command in this process has called use_pir, switch Paddle to legacy programs again.
 
     Raises:
         UsageError: the version is not supported, Paddle builds PIR programs although use_pir has not been called, or
-            such a flag is set.
+            a flag in _HARMFUL_FLAGS is set.
     """
     numbers = _numbers(version)
     if numbers < HIGHEST and not (numbers[:2] == LOWEST[:2] and numbers >= LOWEST):
@@ -170,7 +170,7 @@ def start_gloo(prepare: Callable[[], object]) -> None:
 
 
 def sqrt(x: static.Variable) -> static.Variable:
-    """Return the square root of x. Unlike paddle.sqrt, this function accepts legacy variables. Paddle 3.3 rejects them:
+    """Return the square root of x. Unlike this function, paddle.sqrt of Paddle 3.3 rejects legacy variables:
     "sqrt(): argument (position 1) must be Value"."""
     return _append("sqrt", x)
 

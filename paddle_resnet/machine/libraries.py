@@ -24,8 +24,9 @@ from pathlib import Path
 from paddle_resnet.utils import cache, files
 from paddle_resnet.utils.errors import UsageError, installation
 
-# {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain
-# other versions, installed by other packages. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
+# {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folders of the packages
+# may also contain other versions, installed by other packages. Paddle opens cuSOLVER when the capture of a CUDA graph
+# begins.
 PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
 PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
 # Libraries that Paddle 2.6 needs for training: {name: (library, major version)}. cuDNN 8 opens sub-libraries, and
@@ -117,7 +118,7 @@ def _make_folder(links):
                     part.mkdir(mode=0o700)
                     _fill(part, links)
             except OSError:
-                if not folder.exists():  # otherwise, another process has created it
+                if not folder.exists():  # otherwise, another process has created the folder
                     raise
         return folder
     except (OSError, UsageError):  # without a cache folder, create the links for this process only

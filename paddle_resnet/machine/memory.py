@@ -18,9 +18,9 @@ def available() -> int:
 
 
 class Peak:
-    """Measures by how much the peak memory increases after the object is created. On a GPU, this is the device memory
-    that Paddle reserves, which decreases only if the program releases it explicitly; on the CPU, it is the resident
-    memory of the process.
+    """Measures by how much the peak memory increases after the object is created. On a GPU, the memory is the device
+    memory that Paddle reserves, which decreases only if the program releases it explicitly; on the CPU, it is the
+    resident memory of the process.
 
     Args:
         device: "cpu" or "gpu".

@@ -1,6 +1,6 @@
 """The model registry: the networks for --model-arch-name, and functions to build and inspect a network.
 
-Importing this package does not import Paddle, so an unknown name is reported without delay.
+Importing this package does not import Paddle, so an unknown --model-arch-name is reported before the slow import.
 """
 
 import importlib

@@ -108,7 +108,7 @@ def _main(argv):
         description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} input channels: image side in "
         "pixels, trainable parameters, and multiply-adds and activation memory per image. Activation memory counts the "
         "float16 tensors that the backward pass of Paddle's operators reads. The column timm contains the name of "
-        "timm's network with the same outputs. Speeds are in images/s and come from "
+        "timm's network with the same outputs for the same weights. Speeds are in images/s and come from "
         "benchmarks/networks.csv.",
     )
     parser.add_argument("network", nargs="*", help="network names, or FILE.py:NAME for your own network (default: all)")

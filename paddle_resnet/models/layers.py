@@ -210,8 +210,8 @@ class SelfAttention(nn.Layer):
     the P pixels of an image. W is divided by its largest singular value: Miyato et al., arXiv:1802.05957. gamma is
     initially 0.
 
-    This is fastai's SimpleSelfAttention with two changes. The division by sqrt(P) prevents overflow in half precision.
-    The singular value is recomputed in each step, so the layer has no state.
+    The layer is fastai's SimpleSelfAttention with two changes. The division by sqrt(P) prevents overflow in half
+    precision. The singular value is recomputed in each step, so the layer has no state.
 
     Args:
         channels: number of channels of the input and of the output.
@@ -241,8 +241,8 @@ class SelfAttention(nn.Layer):
 
     def _scaled_weight(self):
         """Return W * gamma / (largest singular value of W)."""
-        # The parameters are read and the result is computed outside the name scope, so that mixed precision casts them
-        # as usual.
+        # The parameters are read and the result is computed outside the name scope FLOAT32_SCOPE, so that mixed
+        # precision casts both as usual.
         weight, factor = paddle.reshape(self.weight, self.weight.shape[:2]), paddle.reshape(self.gamma, [1])
         with static.name_scope(FLOAT32_SCOPE):
             # The power (W^T W)^(4^SQUARINGS) is approximately proportional to the projection onto the singular vector

@@ -1,4 +1,4 @@
-"""The loss head, shared by all networks. It computes loss, accuracies and predictions from the logits.
+"""The loss head, shared by all networks, computes loss, accuracies and predictions from the logits.
 
 The loss head consists either of Paddle's operators or of the custom operator native_loss. Mixed precision recognizes
 the operators of the loss head by their name scope and keeps them in float32, because half precision would round the

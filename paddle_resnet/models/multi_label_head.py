@@ -1,6 +1,7 @@
-"""The loss head of --multi-label: one binary decision per class. It consists of Paddle's operators with all --kernels.
+"""The loss head of --multi-label: one binary decision per class, computed by Paddle's operators for every --kernels.
 
-As in models/loss_head.py, these operators are marked with loss_head.scope() and remain in float32 with AMP.
+As in models/loss_head.py, the operators of the loss head are marked with loss_head.scope() and remain in float32 with
+AMP.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def add(
             "scores".
     Returns:
         {"loss"}, in float32; "scores": the logits and the labels, float32 [N, 2 * class_num]. If a logit of an image is
-        NaN or infinite, its loss is NaN or infinite.
+        NaN or infinite, the loss of the image is NaN or infinite.
     """
     with loss_head.scope():
         if not is_train:
@@ -73,7 +74,7 @@ def _binary(logits, target):
 
 
 def _asymmetric(logits, of_negative, of_positive, margin):
-    """Return (P, N) of add(), each [N, class_num]."""
+    """Return the terms (P, N) of the loss in add(), each with the shape of the logits."""
     flipped = _graded("scale", logits, scale=-1.0, bias=0.0)
     positive = _graded("softplus", flipped, beta=1.0, threshold=20.0)
     if of_positive:
@@ -99,7 +100,7 @@ def mean_over_mirrored(logits: static.Variable) -> static.Variable:
         float32 [N, class_num], the logits of the average probabilities.
     """
     with loss_head.scope():
-        # The logit of a mean p is log(p) - log(1 - p). Both are computed from logarithms, because 1 - p can underflow.
+        # The logit of a mean p is log(p) - log(1 - p). log_mean computes both logarithms, because 1 - p can underflow.
         means = []
         for sign in (-1.0, 1.0):
             logs = paddle.scale(_op("softplus", {"X": paddle.scale(logits, sign)}, beta=1.0, threshold=20.0), -1.0)

@@ -2,8 +2,8 @@
 trained by the distillation of Cui et al., "Beyond Self-Supervision: A Simple Yet Effective Network Distillation
 Alternative to Improve Backbones", arXiv:2103.05959.
 
-Initialization follows PaddleClas. Unlike there, the parameters of LearnableAffine have the same learning rate as all
-others, not a hundredth of it.
+Initialization follows PaddleClas. Unlike in PaddleClas, the parameters of LearnableAffine have the same learning rate
+as all others, not a hundredth of it.
 """
 
 import paddle
@@ -58,10 +58,10 @@ class Light(nn.Layer):
 
 
 class Stem(nn.Layer):
-    """Five convolutions, two of them with stride 2. The output of the first goes two ways: through two convolutions and
-    through max pooling. The 2x2 windows of both have stride 1 and extend beyond the bottom and right edge, where
-    convolutions read zeros. Pooling ignores these pixels, as in PaddleClas; timm pads with zeros, which differs if
-    LearnableAffine returns negative values.
+    """Five convolutions, two of them with stride 2. Two convolutions and, in parallel, max pooling read the output of
+    the first convolution. The 2x2 windows of these three layers have stride 1 and extend beyond the bottom and right
+    edge, where convolutions read zeros. Pooling ignores the pixels beyond the edge, as in PaddleClas; timm pads with
+    zeros, which differs if LearnableAffine returns negative values.
 
     Args:
         in_channels, channels: number of image channels and of output channels.

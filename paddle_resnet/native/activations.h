@@ -43,8 +43,8 @@ struct silu {
   static ON_BOTH float gradient(float g, float v) { return g * sigmoid(v) * (1.f + v * (1.f - sigmoid(v))); }
 };
 
-// v tanh(log(1 + e^v)): Misra, arXiv:1908.08681. With n = (1 + e^v)^2 - 1, the tanh is n / (n + 2). The limit prevents
-// overflow; above it, the tanh is 1 in float32.
+// v tanh(log(1 + e^v)): Misra, arXiv:1908.08681. With n = (1 + e^v)^2 - 1, the tanh is n / (n + 2). Limiting v to
+// 20 prevents overflow; for v above 20, the tanh is 1 in float32.
 struct mish {
   static ON_BOTH float limited(float v) { return v > 20.f ? 20.f : v; }
   static ON_BOTH float value(float v) {
@@ -59,7 +59,7 @@ struct mish {
 
 }  // namespace activation
 
-// Calls DO for each activation. The names of kernels contain the name of the activation.
+// Calls DO for each activation except linear. The names of kernels contain the name of the activation.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu) DO(mish)
 
 namespace activation {

@@ -1,4 +1,4 @@
-"""Build, cache and load the custom Paddle operators. They are compiled if the cache does not contain them.
+"""Build, cache and load the custom Paddle operators. Operators that the cache does not contain are compiled.
 
 The machine's C++ compiler compiles `operators.cc` with Paddle's headers. NVRTC compiles the CUDA kernels for the
 machine's GPU, and requires neither nvcc nor the CUDA headers.
@@ -75,7 +75,7 @@ def missing(capability: tuple[int, int] | None = None) -> str | None:
 
 def has_onednn() -> bool:
     """Return whether Paddle contains the version of oneDNN whose functions onednn.h declares. Paddle's wheels for x86
-    contain it."""
+    contain this version."""
     return Path(paddle.__file__).with_name("libs").joinpath("libdnnl.so.3").exists()
 
 

@@ -17,7 +17,7 @@ __device__ void concat(const Vec *x, const Vec *y, unsigned count, int first, in
   Vec values[kCopies];
 #pragma unroll
   for (int i = 0; i < kCopies; ++i) {
-    const unsigned index = min(begin + i * kPoolThreads, count - 1);  // no branch between loads
+    const unsigned index = min(begin + i * kPoolThreads, count - 1);  // min() avoids a branch between loads
     values[i] = *locate(x, y, index, first, second);
   }
 #pragma unroll

@@ -1,6 +1,6 @@
-// Operators that concatenate two tensors along the channels, and that split a tensor, which is the gradient. The
-// operators check arguments and allocate results, and then launch the kernels in concat.cu or, on the CPU, call the
-// reference implementation.
+// Operators that concatenate two tensors along the channels, and that split a tensor, which computes the gradient
+// of a concatenation. The operators check arguments and allocate results, and then launch the kernels in concat.cu or,
+// on the CPU, call the reference implementation.
 
 #pragma once
 

@@ -131,7 +131,7 @@ class CuDnn {
     return reinterpret_cast<Function>(symbol);
   }
 
-  // Returns the library that Paddle has loaded. Its DT_SONAME contains the version, even if Paddle opens libcudnn.so.
+  // Returns the cuDNN library that Paddle has loaded. dlopen finds it by its DT_SONAME, which contains the version.
   static void *loaded() {
     for (const char *name : {"libcudnn.so.8", "libcudnn.so.9", "libcudnn.so"})
       if (void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;

@@ -51,7 +51,7 @@ std::string depthwise_kernel(const char *name, const Window &window, const Shape
   return name + ("_k" + std::to_string(window.kernel)) + "_s" + std::to_string(window.stride) + shape.suffix;
 }
 
-// Returns y [N, OH, OW, C]. `filter` is [C, 1, K, K]. If `bn` is not null, also applies its BN and its activation.
+// Returns y [N, OH, OW, C]. `filter` is [C, 1, K, K]. If bn.scale is not null, also applies BN and the activation.
 Tensor depthwise_conv(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end, FixedBn bn,
                       const std::string &activation) {
   const Shape shape(x);

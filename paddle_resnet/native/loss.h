@@ -51,8 +51,8 @@ const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 //   of_softmax [N, 2]: the largest logit, and log(sum(exp(logit - largest)));
 //   pairs [N, 2]: the label, and the predicted class, which is C if all logits are NaN
 // }.
-// If class weights [N, C] are passed, they replace the labels in the loss. If image weights [N] are passed, the loss of
-// each image is multiplied by the weight of the image; the mean loss is still the sum of all losses divided by N.
+// If `given_weights` [N, C] are passed, they replace the labels in the loss. If image weights [N] are passed, the loss
+// of each image is multiplied by the weight of the image; the mean loss is still the sum of all losses divided by N.
 std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddle::optional<Tensor> &given_weights,
                          const paddle::optional<Tensor> &given_image_weights, float smoothing, int k, bool mean) {
   LogitsShape shape(logits, labels);

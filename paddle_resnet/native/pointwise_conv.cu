@@ -1,8 +1,8 @@
 // Kernels for 1x1 convolutions. Tensors are [rows, channels] = [N * H * W, C].
 //
 // The first kernel computes the filter gradient of a convolution in half precision whose input or output has few
-// channels. cuDNN sometimes uses only two blocks for this product of two tall matrices, because it does not split the
-// rows.
+// channels. cuDNN sometimes uses only two blocks for this gradient, a product of two tall matrices, because cuDNN does
+// not split the rows.
 //
 // A block has (32, warps) threads. A grid has (groups of kWideChannels channels of the wider tensor, slabs of rows)
 // blocks. A warp multiplies chunks of 16 rows on the tensor cores. The fragment layout of PTX's mma.m16n8k16 does not

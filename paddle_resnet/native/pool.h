@@ -87,7 +87,7 @@ std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, 
   return {dx};
 }
 
-// Returns y [N, OH, OW, C].
+// Returns the averages of all windows, y [N, OH, OW, C].
 std::vector<Tensor> AveragePool(const Tensor &x, int kernel, int stride, int padding, bool excludes_padding) {
   const Shape rows(x);
   const int batch = x.shape()[0], channels = rows.channels;

@@ -189,7 +189,7 @@ __device__ float trust_ratio(const float *partial, int t, int blocks) {
 
 // Updates the parameters and, unless norms() has already done so, the state. A null `unscale` means 1; if *unscale is
 // 0, the step is skipped. If there are master weights, the kernel updates the master weight, and the parameter becomes
-// a rounded copy of it.
+// a rounded copy of the master weight.
 template <class Rule, class T, bool kHasMasters>
 __device__ void update(const Updates<Rule::kStates> &updates, Rule rule, const float *rate, const float *unscale,
                        const float *partial) {

@@ -1,5 +1,5 @@
-"""RAdam: algorithm 2 of Liu et al., arXiv:1908.03265, with the threshold 5 from the authors' code. Paddle lacks the
-rule, so RAdam changes the inputs of Paddle's AdamW."""
+"""RAdam: algorithm 2 of Liu et al., arXiv:1908.03265, with the threshold 5 from the authors' code. Paddle 2.6
+lacks the rule, so this module changes the inputs of Paddle's AdamW."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ _HUGE = 1e36  # a second moment divided by this number is negligible
 
 def powers(step: int, beta1: float, beta2: float, epsilon: float) -> tuple[float, float]:
     """Return the values (power1, power2) with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2)) +
-    epsilon) equals RAdam's direction up to rounding. In AdamW, these values are the powers of the betas.
+    epsilon) equals RAdam's direction up to rounding. AdamW itself sets power1 and power2 to the powers of the betas.
 
     RAdam multiplies the direction by a factor that depends on the step. In the first steps, there are too few gradients
     to estimate the second moment, so RAdam's direction is m / (1 - beta1^step).
@@ -30,8 +30,8 @@ def powers(step: int, beta1: float, beta2: float, epsilon: float) -> tuple[float
 
 def rewrite(step: Any) -> None:
     """Change a training program from AdamW to RAdam. In all update operators, the result of powers() replaces the
-    powers of the betas; the host writes it before each step. The step count includes the steps that loss scaling
-    skips."""
+    powers of the betas; the host writes this result before each step. The step count includes the steps that loss
+    scaling skips."""
     from paddle_resnet import graph
 
     ops, schedule = graph.updates(step.main), step.schedule
@@ -45,5 +45,6 @@ def rewrite(step: Any) -> None:
         graph.set_attr(op, "use_global_beta_pow", True)  # so that the operator does not update the powers
 
 
-# Values of table.Rule that differ from AdamW's. A parameter whose training starts later would need its own step count.
+# Values of table.Rule that differ from AdamW's. RAdam needs all layers from step 1 on, because a parameter whose
+# training starts later would need its own step count.
 RULE = {"rewrite": rewrite, "least_epsilon": LEAST_EPSILON, "needs_all_layers": True}

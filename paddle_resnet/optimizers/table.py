@@ -44,9 +44,9 @@ class Rule:
             rule's members in native/optimizers.h. These attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
         rewrite: None if `op` implements the rule. Otherwise, Paddle lacks the rule: rewrite(step) changes or replaces
-            the operators `op` of another rule, which minimize has added to a step.builder.StepBuilder. Accumulation,
-            loss scaling and clipping are then complete. With custom kernels, the operator native_NAME then replaces the
-            operators `op`.
+            the operators `op` of another rule, which minimize has added to a step.builder.StepBuilder. rewrite is
+            called after accumulation, loss scaling and clipping have been added. With custom kernels, the operator
+            native_NAME then replaces the operators `op`.
         least_epsilon: minimum of --opt-epsilon.
         needs_all_layers: whether all layers must be trained from step 1 on, so that --freeze is not possible.
     """
@@ -141,8 +141,8 @@ def rule_of(op: "Operator") -> Rule | None:
 def build_optimizer(settings: Any, lr_scheduler: Any) -> Any:
     """Build the optimizer that --optimizer selects, for the network in the current program.
 
-    Weight decay applies to weights. It applies to biases if the optimizer is not adaptive, and to the parameters of
-    normalization layers and to other factors if --bn-weight-decay is set. A parameter with a regularizer of its own
+    Weight decay applies to weights, to biases if the optimizer is not adaptive, and to the parameters of normalization
+    layers and to other factors if --bn-weight-decay is set. A parameter with a regularizer of its own
     (ParamAttr) has only this regularizer.
 
     Args:

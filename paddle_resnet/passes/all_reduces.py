@@ -111,6 +111,7 @@ def bn_momentum(train_prog: static.Program) -> float:
 
 def _bn_layers(train_prog, includes_frozen):
     ops = [op for op in graph.block(train_prog).ops if "MeanOut" in op.output_names]
+    ops = [op for op in ops if not (op.has_attr("is_test") and op.attr("is_test"))]  # omit the layers of --teacher
     if not includes_frozen:
         ops = [op for op in ops if not (op.has_attr("use_global_stats") and op.attr("use_global_stats"))]
     return ops

@@ -67,7 +67,9 @@ def _fold(program, channel_axis):
     return fold_prog
 
 
-def fuse_convolutions(program: static.Program, exe: static.Executor) -> tuple[int, Callable[[], None]]:
+def fuse_convolutions(
+    program: static.Program, exe: static.Executor, prefix: str = ""
+) -> tuple[int, Callable[[], None]]:
     """Replace each convolution, its BN, its residual addition (if any) and its ReLU with one fused operator of Paddle,
     in place. The fused operator reads and writes each activation only once, and its filters are already in cuDNN's
     layout.
@@ -76,15 +78,16 @@ def fuse_convolutions(program: static.Program, exe: static.Executor) -> tuple[in
     ReLU, fusing it is slower (benchmarks/log/kernels_h200.md).
 
     Args:
-        program: inference Program in NHWC and float16 for a GPU, after cast_evaluation_program, with its parameters in
-            the scope.
+        program: Program in NHWC and float16 for a GPU, after cast_evaluation_program, with its parameters in the scope.
         exe: static.Executor.
+        prefix: start of the names of the activations of an inference network in the program. If the program is not a
+            training program, the entire program is an inference network.
     Returns:
         (number of fused convolutions, function that recomputes the folded filters as for fold_batch_norms).
     """
     graph, fold_prog, count = Graph(program), static.Program(), 0
     block = graph.block
-    for bn in [op for op in block.ops if op.type == "batch_norm"]:
+    for bn in [op for op in block.ops if op.type == "batch_norm" and op.output("Y")[0].startswith(prefix)]:
         tail, conv = fusion.find_tail(graph, bn), _convolution(graph, bn)
         if conv is None or tail.activation != "relu" or conv.attr("groups") != 1:
             continue
@@ -195,7 +198,7 @@ def replace_convolutions(program: static.Program, exe: static.Executor) -> int:
             block = block_of(transpose_prog)
             source, target = (_persistable(block, v.name, v.shape, v.dtype) for v in (filters, transposed))
             paddle.assign(paddle.transpose(source, NHWC), output=target)
-        dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # as in Paddle
+        dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # like Paddle
         attrs = {"strides": op.attr("strides"), "paddings": [begin for begin, _ in padding], "dilations": dilations}
         attrs |= {"groups": op.attr("groups")}
         graph.replace([op], op, "native_conv", {"X": x, "Filter": transposed}, {"Y": out}, attrs)

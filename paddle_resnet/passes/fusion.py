@@ -264,7 +264,7 @@ def _scales_channels(graph, op):
 
 def _fuse_channel_scaling(graph, mul):
     """Replace a multiplication and its gradient. In squeeze-and-excitation, the gradient of the image is the sum of the
-    multiplication's gradient and the pooling operator's gradient; one operator computes it."""
+    multiplication's gradient and the pooling operator's gradient; one operator computes this sum."""
     x, factors, out = graph.variables(mul, "X", "Y", "Out").values()
     graph.replace([mul], mul, "native_scale_images", {"X": x, "Factors": factors}, {"Y": out}, {})
     gradient = graph.gradient(mul)
@@ -384,7 +384,8 @@ def _fuse_conv_gradient(graph: Graph, op: Operator, name: str, inputs: dict, att
         op: convolution, which has already been replaced.
         name: custom operator.
         inputs, attrs: those of the custom operator that replaced `op`.
-        needed: pairs of a boolean attribute and the gradient that the program uses if it is true.
+        needed: (boolean attribute, gradient of Paddle's operator) pairs. The attribute states whether the program uses
+            the gradient.
     """
     gradient = graph.gradient(op, is_complete=False)
     if gradient is None:
@@ -430,8 +431,9 @@ def has_bfloat16_tensor_cores() -> bool:  # GPUs with bfloat16 tensor cores also
 
 
 def fuse_pointwise_conv(graph: Graph, op: Operator) -> bool:
-    """Replace a 1x1 convolution, its BN and the Tail of the BN, if no gradient passes through them and the convolution
-    has at most POINTWISE_BN_CHANNELS input channels. Return whether they were replaced."""
+    """Replace a 1x1 convolution, its BN and the Tail of the BN, if the BN has fixed statistics, no gradient passes
+    through these operators and the convolution has at most POINTWISE_BN_CHANNELS input channels. Return whether the
+    operators were replaced."""
     x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
     bn = graph.only_reader(out.name, ["batch_norm"])
     if bn is None or bn.attr("data_layout") != "NHWC" or not _has_fixed_statistics(bn):

@@ -1,4 +1,4 @@
-"""`python -m paddle_resnet.report RUN...`: compare runs based on their reports."""
+"""Compare runs based on their reports, for `python -m paddle_resnet.report RUN...`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from rich.text import Text
 from paddle_resnet.data import layout
 from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
-from paddle_resnet.utils import exit_codes, files, outputs
-from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import counted, printable, program
+from paddle_resnet.utils import files, outputs
+from paddle_resnet.utils.errors import counted, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from paddle_resnet.results.reading import Run
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -30,31 +32,17 @@ CURVES = {
 PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compare the runs that the arguments specify, and return the exit code (see exit_codes.of)."""
-    parser = Parser(
-        prog="report",
-        description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
-        examples=(("compare two runs", "output/ResNet50 output2/ResNet50 --html comparison.html"),),
-    )
-    parser.add_argument(
-        "runs",
-        type=files.argument,
-        nargs="+",
-        metavar="RUN",
-        help="report of a run, or a folder that contains report.json",
-    )
-    parser.add_argument(
-        "--html",
-        type=files.argument,
-        metavar="FILE",
-        help="HTML page to write; for a single run, the page contains all details",
-    )
-    return exit_codes.of(program("report"), lambda: _compare(**vars(parser.parse_intermixed_args(argv))))
+def compare(places: list[str], html: str | None, write_page: Callable[[str, Path], None]) -> None:
+    """Print a comparison of runs, and write an HTML page.
 
-
-def _compare(runs, html):
-    places = runs
+    Args:
+        places: paths of reports, or of folders that contain report.json.
+        html: path of the page, or None.
+        write_page: function that writes the page of a single run to a path, from the report at a path.
+    Raises:
+        UsageError: a report cannot be read, or the page would replace a file that it is created from.
+        RunError: the page cannot be written.
+    """
     runs = dict(zip(_names(places), map(reading.read, places), strict=True))
     _claim_page(html, runs.values())
     tables = [("metrics", metrics(runs)), ("flags that differ", flags(runs))]
@@ -68,7 +56,7 @@ def _compare(runs, html):
     for name, text in differences:
         console.print(_text(f"{name}: {text}"), soft_wrap=True)
     if html is not None and len(runs) == 1:
-        page.write(html, first.path)
+        write_page(html, first.path)
     elif html is not None:
         charts = [(title, chart(_series(runs, name))) for name, title in CURVES.items()]
         page.save(html, "comparison.html.j2", runs=list(runs), tables=tables, charts=charts, differences=differences)

@@ -26,24 +26,24 @@ from paddle_resnet.utils.mode import Mode
 
 # For the classes with the lowest accuracy: number of classes, images per class, and longer side of an image in pixels.
 WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288
+Drawer = Callable[[bytes, int], bytes]
 MATRIX = 24  # maximum number of classes in the confusion matrix
 
 
 def write(
     path: str | Path,
     report_file: str | Path,
-    environment: dict[str, Any] | None = None,
-    draw: Callable[[bytes, int], bytes] | None = None,
+    open_drawer: Callable[[Path], Drawer] | None = None,
 ) -> None:
     """Write the page of a run.
 
     Args:
         path: path of the page to write.
         report_file: path of a report. The CSV files next to the report are from the best evaluation of the run.
-        environment: {name: value} that describes the machine and the software, or None.
-        draw: function that maps the content of an image file and a label to the JPEG file of a heat map; it raises
-            UsageError if the network has no heat maps, and ValueError if it cannot draw an image. If draw is None, the
-            page contains no heat maps.
+        open_drawer: function that opens the checkpoint in a folder, and returns a function that maps the content of an
+            image file and a label to the JPEG file of a heat map. The former raises UsageError if the checkpoint cannot
+            be used or the network has no heat maps, the latter ValueError if it cannot draw an image. If None, the page
+            contains no heat maps.
     Raises:
         UsageError: report_file or one of the run's tables cannot be read or does not match the schema.
         RunError: the page cannot be written.
@@ -63,13 +63,20 @@ def write(
         reliability=_reliability(run),
         times=_times(run),
         worst=worst,
-        heat_map_problem=_add_heat_maps(run, worst, rows, draw),
+        heat_map_problem=_add_heat_maps(run, worst, rows, open_drawer),
         per_class=_per_class(run, classes),
         matrix=None if run.is_multi_label else _matrix(classes, confusion),
         changed=run.changed_flags(),
         configuration=yaml.safe_dump(run.parameters, sort_keys=False, default_flow_style=None),
-        environment=environment,
+        teacher=_teacher(run),
     )
+
+
+def _teacher(run):
+    """Return {name: value} for the teacher of a run with --teacher, otherwise {}."""
+    of_summary = {name.removeprefix("teacher."): v for name, v in run.summary.items() if name.startswith("teacher.")}
+    names = ("teacher", "distill_weight", "distill_temperature") if of_summary else ()
+    return {name: run.parameters.get(name) for name in names} | of_summary
 
 
 def save(path: str | Path, template: str, **content: Any) -> None:
@@ -237,23 +244,26 @@ def _worst_of_multi_label(run, classes, rows):
     return worst
 
 
-def _add_heat_maps(run, worst, rows, draw):
+def _add_heat_maps(run, worst, rows, open_drawer):
     """Set "heat_maps" in the rows of _worst to {image: data URL of the heat map of its predicted class}, or in those of
     _worst_of_multi_label to the heat maps of the row's class. Return the reason if there are none, otherwise None."""
-    images = _images(run) if draw is not None and any(row["thumbnails"] for row in worst) else {}
     labels = {} if run.is_multi_label else {row["image"]: row["prediction"] for row in rows}
     for row in worst:
         row["heat_maps"] = {}
-    if draw is None:
-        return "this page was written without a checkpoint"
+    if not any(row["thumbnails"] for row in worst):
+        return None
+    checkpoint = run.checkpoint()
+    if open_drawer is None or checkpoint is None:
+        return "the evaluated checkpoint was not found"
     try:
-        for row in worst:
-            for _, name, *_ in row["thumbnails"]:
-                label = labels.get(name, row["label"])
-                if label and (heat_map := _heat_map(images.get(name), int(label), draw)):
-                    row["heat_maps"][name] = heat_map
+        draw, images = open_drawer(checkpoint), _images(run)
     except UsageError as e:
         return str(e)
+    for row in worst:
+        for _, name, *_ in row["thumbnails"]:
+            label = labels.get(name, row["label"])
+            if label and (heat_map := _heat_map(images.get(name), int(label), draw)):
+                row["heat_maps"][name] = heat_map
     return None
 
 
@@ -264,9 +274,7 @@ def _heat_map(image, label, draw):
     try:
         with files.open_regular(image.path) if image.kind is None else io.BytesIO(read_image(image)[0]) as source:
             return _small(Image.open(io.BytesIO(draw(source.read(), label))))
-    except UsageError:
-        raise
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # UsageError is a ValueError
         return None
 
 

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import os
 import reprlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from paddle_resnet.settings import parsing
-from paddle_resnet.settings.values import EXPLICIT, network_name
+from paddle_resnet.settings.values import ENVIRONMENT, EVALUATED, EXPLICIT, network_name
 from paddle_resnet.tasks import TASKS, Task
 from paddle_resnet.utils import files
 from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS
+from paddle_resnet.utils.mode import RunScope
 
 LIMIT_BYTES = 1 << 30  # maximum size of a file
 LINE_BYTES = 1 << 20
@@ -79,6 +81,9 @@ class Run:
         path: path of the report.
         parameters: {flag: value} of the last start.
         explicit: names of the flags that the user set at the last start; None if the report does not list them.
+        environment: {name: value} that describes the machine and the software at the last start; empty if the report
+            does not contain it.
+        evaluated: folder of the checkpoint that a run without training evaluates, or None.
         steps: {(epoch, step): {"train.loss": ...}}; values that are not finite are None.
         epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; values that are not finite are None.
         summary: {name: value}; empty if the run has not finished.
@@ -95,6 +100,8 @@ class Run:
     path: Path
     parameters: dict[str, Any] = field(default_factory=dict)
     explicit: list[str] | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    evaluated: str | None = None
     steps: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     epochs: dict[int, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -167,6 +174,16 @@ class Run:
         places = self.parameters.get("output_dir"), self.parameters.get("model_arch_name")
         recorded = [Path(places[0]) / network_name(places[1])] if all(map(is_text, places)) else []
         return [Path(self.path).parent, *recorded]
+
+    def checkpoint(self) -> Path | None:
+        """Return the folder of the checkpoint whose evaluation the tables describe: the best checkpoint of a training
+        run, or the checkpoint that a run without training evaluates. The run folder may have been moved together with
+        the report. Return None if the folder is unknown or does not exist."""
+        places = [folder / "best" for folder in self.folders()]
+        if self.parameters.get("run_scope") == RunScope.EVAL_ONLY.value:
+            evaluated = [] if self.evaluated is None else [Path(self.evaluated)]
+            places = [*evaluated, *(folder / path.name for path in evaluated for folder in self.folders())]
+        return next((place for place in places if os.path.isdir(place)), None)
 
     def changed_flags(self) -> dict[str, Any]:
         """Return {flag: value} of the explicit parameters of the last start. If a report from an older version does not
@@ -303,12 +320,17 @@ def _add(run, entry):
         raise _SchemaError(f"data is {reprlib.repr(data)}")
     elapsed_s = _elapsed_s(entry)
     if is_start:
-        _check_parameters(data)
         explicit = data.pop(EXPLICIT, None)
         if not is_none_or(is_list_of(is_text))(explicit):
             raise _SchemaError(f"data.{EXPLICIT} is {reprlib.repr(explicit)}")
+        run.environment, run.evaluated = data.pop(ENVIRONMENT, {}), data.pop(EVALUATED, None)
+        if not isinstance(run.environment, dict) or not all(map(_is_scalar, run.environment.values())):
+            raise _SchemaError(f"data.{ENVIRONMENT} is {reprlib.repr(run.environment)}")
+        if not is_none_or(is_text)(run.evaluated):
+            raise _SchemaError(f"data.{EVALUATED} is {reprlib.repr(run.evaluated)}")
         if not is_text(entry.get("datetime")):
             raise _SchemaError(f"datetime is {reprlib.repr(entry.get('datetime'))}")
+        _check_parameters(data)
         _close_epoch(run)
         run.parameters, run.explicit, run.summary = data, explicit, {}
         run.when = run.when or entry["datetime"][:16]

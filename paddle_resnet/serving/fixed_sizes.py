@@ -18,7 +18,7 @@ from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.utils import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import ArrayLike
     from nvidia.dali.tensors import TensorListCPU, TensorListGPU
@@ -46,14 +46,11 @@ class Steps:
         """Return the outputs of the network (see networks.Network.outputs) for an array of images."""
         largest = self._sizes[-1]
         parts = [images[i : i + largest] for i in range(0, len(images), largest)]
-        results = [[np.asarray(rows) for rows in self._submit(part)] for part in parts]
+        results = [[np.asarray(rows) for rows in self.submit(part)] for part in parts]
         return [np.concatenate(arrays) for arrays in zip(*results, strict=True)]
 
-    def submit(self, images: np.ndarray | TensorListCPU | TensorListGPU) -> ArrayLike:
+    def submit(self, images: np.ndarray | TensorListCPU | TensorListGPU) -> Sequence[ArrayLike]:
         """Start inference for at most max(sizes) images. See model.Model.submit."""
-        return self._submit(images)[0]
-
-    def _submit(self, images):
         with static.scope_guard(self._network.scope), logger.only_warnings():
             return self._step(len(images))(images)
 

@@ -1,28 +1,28 @@
 """Heat maps: which region of an image determined a class.
 
-The maps are class activation maps (Zhou et al., arXiv:1512.04150). In a network that ends with global average pooling
-and one linear layer, the logit of a class is the mean of a map over all positions, plus a bias. The map is the product
-of the last feature map and the class's column of the weights, so it needs no gradient.
+The maps are those of Grad-CAM (Selvaraju et al., arXiv:1610.02391): the channels of the last feature map, weighted with
+the gradient of the class's logit and added. In a network that ends with global average pooling and one linear layer,
+the gradient is the class's column of the weights, and the map is the class activation map of Zhou et al.
+(arXiv:1512.04150). The gradient of the layers before the last feature map is not computed.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from paddle import static
 from PIL import Image
 
-from paddle_resnet.models import user_file
-from paddle_resnet.serving import inference, preprocessing
+from paddle_resnet import graph
+from paddle_resnet.serving import inference, networks, preprocessing
+from paddle_resnet.settings.values import network_name
 from paddle_resnet.utils.errors import UsageError, core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from paddle_resnet.serving.model import Model
+    from paddle_resnet.serving.networks import Network
 
 SIDE = 1024  # maximum width and height of an overlay in pixels
 # Colors for 0, 1/4 ... 1 of the range of a map, and the weight of the color in the overlay.
@@ -35,40 +35,105 @@ class Unreadable(ValueError):
     """Pillow cannot read an image, although DALI can. The message follows the name of the image."""
 
 
-def open_model(
-    path: str | Path, device: str = "cpu", model_arch_name: str | None = None, precision: str | None = None
-) -> Model:
-    """Open a checkpoint as a Model for overlay(), which returns [probabilities, features] and has a classifier. For the
-    arguments, see inference.open_model.
+class GradCam:
+    """Computes class activation maps with Grad-CAM. The network runs in float32 with Paddle's kernels.
+
+    Args:
+        network: result of networks.load_checkpoint, in float32 and NCHW. Operators are added to its program.
+    Attributes:
+        description: content of model.json.
+    Raises:
+        UsageError: the network has no feature map with several positions, or its gradient cannot be computed.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.description, self._network, self._exe = network.description, network, network.exe
+        features = _last_feature_map(network)
+        with static.program_guard(network.program, static.Program()):
+            self._one_hot = static.data("one_hot", [None, network.logits.shape[1]], "float32")
+            logit = _op("reduce_sum", {"X": _op("elementwise_mul", {"X": network.logits, "Y": self._one_hot})}, dim=[1])
+            try:
+                [gradient] = static.gradients([logit], [features])
+            except Exception as e:  # an operator of a user's network; the errors of Paddle have no common base class
+                raise UsageError(f"{_name(network)}: heat maps require a gradient ({core(e)}); {_REMEDY}") from e
+            if gradient is None:
+                raise UsageError(
+                    f"{_name(network)}: heat maps require that the logits depend on the last feature map through "
+                    f"operators with gradients; {_REMEDY}"
+                )
+            # The sum instead of the paper's mean over all positions only scales the map. With it, the mean of a class
+            # activation map plus the bias is the logit.
+            weights = _op("reduce_sum", {"X": gradient}, dim=[2, 3], keep_dim=True)
+            weighted = _op("elementwise_mul", {"X": features, "Y": weights})
+            self._map = _op("reduce_sum", {"X": weighted}, dim=[1], keep_dim=False)
+
+    def __call__(self, data: bytes, label: int) -> np.ndarray:
+        """Return the class activation map of an image file, float32 [h, w]. It covers the image's crop, and is positive
+        where the image speaks for the class. For the arguments and exceptions, see overlay."""
+        network = self._network
+        one_hot = np.zeros([1, network.logits.shape[1]], np.float32)
+        one_hot[0, label] = 1
+        images = preprocessing.model_input(io.BytesIO(data), self.description)
+        feed = {network.images.name: images, self._one_hot.name: one_hot}
+        return self._exe.run(network.program, feed=feed, fetch_list=[self._map], scope=network.scope)[0][0]
+
+
+_REMEDY = "choose a checkpoint of a different network"
+
+
+def _name(network):
+    return network_name(network.args.model_arch_name)
+
+
+def _op(op_type, inputs, **attrs):
+    return graph.operator("grad_cam", op_type, inputs, **attrs)
+
+
+def _last_feature_map(network):
+    """Return the last variable [N, C, h, w] with more than one position that alone connects the images with the logits:
+    every path in the program leads through it.
 
     Raises:
-        UsageError: the path is an export, the network has a different head, or see inference.open_checkpoint.
+        UsageError: there is none.
+    """
+    block = graph.block(network.program)
+    producers = {name: op for op in block.ops for name in op.output_arg_names}
+
+    def needed(without=None):
+        """Return the variables that the logits depend on, in reverse order, if `without` is a constant."""
+        found, names = {}, [network.logits.name]
+        while names:
+            if (name := names.pop()) not in found and name != without:
+                found[name] = None
+                names += producers[name].input_arg_names if name in producers else []
+        return found
+
+    order = {name: i for i, op in enumerate(block.ops) for name in op.output_arg_names}
+    for name in sorted(needed() & order.keys(), key=order.__getitem__, reverse=True):
+        variable = block.var(name)
+        is_map = len(variable.shape) == 4 and variable.shape[2] * variable.shape[3] > 1
+        if is_map and not variable.persistable and network.images.name not in needed(without=name):
+            return variable
+    raise UsageError(
+        f"{_name(network)}: heat maps require a feature map [N, C, h, w] with several positions on all paths from the "
+        f"images to the logits; {_REMEDY}"
+    )
+
+
+def open_model(path: str | Path, device: str = "cpu", model_arch_name: str | None = None) -> GradCam:
+    """Open a checkpoint for overlay(). For the arguments, see inference.open_model.
+
+    Raises:
+        UsageError: the path is an export, or see networks.load_checkpoint and GradCam.
     """
     if inference.is_export(Path(path)):
         raise UsageError(
-            f"{path}: heat maps require the last feature map, which exported networks do not return; use the checkpoint"
+            f"{path}: heat maps require a gradient, which exported networks do not have; use the checkpoint"
         )
-    options = {"precision": precision, "sizes": [1], "engine": "Paddle", "features": True}
-    return inference.open_checkpoint(path, device, model_arch_name, **options)
+    return GradCam(networks.load_checkpoint(path, device, model_arch_name=model_arch_name))
 
 
-def drawer(checkpoint: str | Path, model_arch_name: str) -> Callable[[bytes, int], bytes]:
-    """Return a function draw(content of an image file, label), which returns overlay() for a checkpoint on the CPU. The
-    first call opens the checkpoint, and raises UsageError like open_model.
-
-    Args:
-        checkpoint: folder of a checkpoint.
-        model_arch_name: value of --model-arch-name.
-    """
-
-    @functools.cache
-    def model():
-        return open_model(checkpoint, model_arch_name=model_arch_name if user_file.split(model_arch_name) else None)
-
-    return lambda data, label: overlay(model(), data, label)
-
-
-def overlay(model: Model, data: bytes, label: int) -> bytes:
+def overlay(model: GradCam, data: bytes, label: int) -> bytes:
     """Draw the heat map of a class over an image.
 
     Args:
@@ -94,21 +159,11 @@ def overlay(model: Model, data: bytes, label: int) -> bytes:
     return file.getvalue()
 
 
-def class_activation(model: Model, data: bytes, label: int) -> np.ndarray:
-    """Return the class activation map of an image file, float32 [h, w], without the bias. It covers the image's crop.
-    For the arguments and exceptions, see overlay."""
-    images = preprocessing.model_input(io.BytesIO(data), model.description)
-    _, features = model.outputs(images)
-    if model.description["input"]["layout"] == "NCHW":
-        features = np.moveaxis(features, 1, 3)
-    return np.asarray(features)[0].astype(np.float32) @ model.classifier[:, label]
-
-
-def heat_map(model: Model, data: bytes, label: int) -> np.ndarray:
+def heat_map(model: GradCam, data: bytes, label: int) -> np.ndarray:
     """Return the heat map of a class on the pixels of an overlay, from 0 to 1, float64 [H, W]; NaN in the margins. For
     the arguments and exceptions, see overlay."""
     size = _upright(data).shape[:2]
-    return _on_image(class_activation(model, data, label), size, model.description["preprocessing"])
+    return _on_image(model(data, label), size, model.description["preprocessing"])
 
 
 def _upright(data):
@@ -119,8 +174,10 @@ def _upright(data):
 
 
 def _on_image(cam: np.ndarray, size: tuple[int, ...], description: dict[str, Any]) -> np.ndarray:
-    """Scale a map from 0 to 1, and interpolate it linearly at the pixels of an overlay for an image of `size` [H, W].
-    `description` is the entry "preprocessing" of model.json."""
+    """Replace the negative values of a map with 0 (Selvaraju et al., equation 2), scale it from 0 to 1, and interpolate
+    it linearly at the pixels of an overlay for an image of `size` [H, W]. `description` is the entry "preprocessing" of
+    model.json."""
+    cam = np.maximum(cam, 0)
     lowest, highest = cam.min(), cam.max()
     cam = (cam - lowest) / (highest - lowest) if highest > lowest else np.zeros_like(cam)
     factor = min(1, SIDE / max(size))

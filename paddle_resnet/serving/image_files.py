@@ -55,43 +55,39 @@ def predict(
     Raises:
         RunError: DALI cannot load an image that bad_images.decode accepts.
     """
-    for files_read, probabilities in predict_batches(model, paths, batch_size, device, threads, read):
-        rows = iter(probabilities)
+    for files_read, outputs in predict_batches(model, paths, batch_size, device, threads, read):
+        rows = iter(outputs[0]) if outputs else iter(())
         for path, problem in files_read:
             yield path, next(rows) if problem is None else None, problem
 
 
 def predict_batches(
     model: Model, paths: Sequence[Any], batch_size: int, device: str, threads: int, read: Reader | None = None
-) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield ([(path, problem or None)], probabilities [N, classes] of the files without a problem) for each batch. For
-    the arguments and exceptions, see predict."""
-    running = [], ()
+) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """Yield ([(path, problem or None)], outputs) for each batch. The outputs of the model, float32 [N, classes] and,
+    with features, [N, channels] (see model.Model.outputs), contain a row for each of the N files without a problem.
+    They are [] if no file of the batch could be decoded. For the arguments and exceptions, see predict."""
+    running = [], []
     for files_read, images in image_batches(model.description, paths, batch_size, device, threads, read):
-        submitted = files_read, () if images is None else model.submit(images)
+        submitted = files_read, [] if images is None else model.submit(images)
         yield _results(model, *running)  # while the device runs this batch, the host processes the previous batch
         running = submitted
     yield _results(model, *running)
 
 
-def _results(model, files_read, probabilities):
-    """Return an item of predict_batches, in which each image whose probabilities are not finite has a problem."""
-    probabilities = np.asarray(probabilities)
-    if np.isfinite(probabilities).all():
-        return files_read, probabilities
-    rows, checked, kept = iter(probabilities), [], []
+def _results(model, files_read, submitted):
+    """Return an item of predict_batches, in which each image whose outputs are not finite has a problem."""
+    outputs = [np.asarray(rows) for rows in submitted]
+    if all(np.isfinite(rows).all() for rows in outputs):
+        return files_read, outputs
+    is_finite = np.all([np.isfinite(rows).all(axis=1) for rows in outputs], axis=0)
     remedy = "use a different checkpoint"
     if model.precision == "float16":
         remedy = "use --precision float32" if model.steps else "export the checkpoint in float32"
-    for path, problem in files_read:
-        if problem is None:
-            row = next(rows)
-            if np.isfinite(row).all():
-                kept.append(row)
-            else:
-                problem = f"has probabilities that are not finite in {model.precision}; {remedy}"
-        checked.append((path, problem))
-    return checked, np.array(kept)
+    problem = f"has probabilities that are not finite in {model.precision}; {remedy}"
+    each = iter(is_finite)
+    checked = [(path, why if why is not None or next(each) else problem) for path, why in files_read]
+    return checked, [rows[is_finite] for rows in outputs]
 
 
 def image_batches(

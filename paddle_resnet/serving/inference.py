@@ -52,6 +52,7 @@ def open_model(
     precision: str | None = None,
     sizes: Iterable[int] = (32,),
     tta: str = "none",
+    features: bool = False,
 ) -> Model:
     """Open a checkpoint folder, a run folder, an export folder or an ONNX file as a Model.
 
@@ -64,9 +65,12 @@ def open_model(
             in the precision in which it was exported.
         sizes: see fixed_sizes.Steps; used for checkpoints on a GPU.
         tta: "none", or "flip" to average the probabilities of each image and its mirror image.
+        features: whether the model also returns the input of the last layer (see model.Model.outputs); only for a
+            checkpoint, and not with tta "flip".
     Raises:
         UsageError: the path does not contain a network; a file is damaged; the required engine is not installed; the
-            device, precision or tta is not supported; or networks.load_checkpoint fails.
+            device, precision or tta is not supported; the path is an export, and `features` is set; or
+            networks.load_checkpoint fails.
     """
     known = {"device": DEVICES, "precision": PRECISIONS, "tta": AUGMENTATIONS}
     for name, value in {"device": device, "precision": precision or PRECISIONS[0], "tta": tta}.items():
@@ -74,7 +78,7 @@ def open_model(
             values = f"{', '.join(known[name][:-1])} or {known[name][-1]}"
             raise UsageError(f"{name} {value!r}: unknown value; use {values}")
     device = resolve_device(device)
-    return _mirrored(_open(Path(path), device, model_arch_name, precision, sizes, tta), tta)
+    return _mirrored(_open(Path(path), device, model_arch_name, precision, sizes, tta, features), tta)
 
 
 def _mirrored(model, tta):
@@ -90,8 +94,10 @@ def _mirrored(model, tta):
     return dataclasses.replace(model, outputs=outputs)
 
 
-def _open(path, device, model_arch_name, precision, sizes, tta):
+def _open(path, device, model_arch_name, precision, sizes, tta, features):
     if is_export(path):
+        if features:
+            raise UsageError(f"{path}: exported networks do not return features; use the checkpoint")
         if model_arch_name is not None:
             raise UsageError(
                 f"--model-arch-name {model_arch_name}: not supported with the export {path}; remove the flag"
@@ -104,7 +110,7 @@ def _open(path, device, model_arch_name, precision, sizes, tta):
             )
         return model
     if path.is_dir():
-        return open_checkpoint(path, device, model_arch_name, precision, sizes, tta)
+        return open_checkpoint(path, device, model_arch_name, precision, sizes, tta, features=features)
     problem = "neither a folder nor an ONNX file" if os.path.lexists(path) else "does not exist"
     raise UsageError(f"{path}: {problem}; choose the folder of a checkpoint or export, or an ONNX file")
 
@@ -134,8 +140,7 @@ def open_checkpoint(
         path: folder of a checkpoint or a run.
         device, model_arch_name, precision, sizes, tta: see open_model.
         engine: "fastest", or "Paddle" to exclude onnxruntime on a CPU.
-        features: whether the model also returns the last feature map (see model.Model.classifier); not with
-            onnxruntime.
+        features: see open_model.
     Raises:
         UsageError: see open_model.
     """
@@ -155,10 +160,9 @@ def open_checkpoint(
             )
         else:
             steps = Steps(network, sizes)
-            classifier = network.classifier() if features else None
-            return Model("captured step", network.description, steps.outputs, precision, steps, classifier)
+            return Model("captured step", network.description, steps.outputs, precision, steps)
     elif engine == "fastest":
-        model, reason = _open_as_onnx(path, model_arch_name)
+        model, reason = _open_as_onnx(path, model_arch_name, features)
         if model is not None:
             return model
     model = networks.load_checkpoint(path, device, model_arch_name=model_arch_name, features=features).model()
@@ -167,7 +171,7 @@ def open_checkpoint(
     return model
 
 
-def _open_as_onnx(path, model_arch_name):
+def _open_as_onnx(path, model_arch_name, features):
     """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. Return (Model, None) or, if the conversion
     is impossible or a package is missing, (None, end of the log line that states the reason).
 
@@ -179,10 +183,10 @@ def _open_as_onnx(path, model_arch_name):
             onnx_writer.require(package)
     except UsageError as e:
         return None, f", although it is faster than Paddle on a CPU: {e}"
-    network = networks.load_checkpoint(path, model_arch_name=model_arch_name, fold=True)
+    network = networks.load_checkpoint(path, model_arch_name=model_arch_name, fold=True, features=features)
     if network.args.qat:
         return None, ", because folding the BN of a network trained with --qat changes its probabilities"
-    ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
+    ends, text = ([network.images], network.outputs), json.dumps(network.description)
     try:
         data = onnx_writer.to_onnx(network.program, *ends, network.parameter, text).SerializeToString()
     except UsageError as e:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike
     from nvidia.dali.tensors import TensorListCPU, TensorListGPU
@@ -24,13 +24,11 @@ class Model:
         engine: "Executor", "captured step", "paddle.inference", "onnxruntime" or "OpenVINO".
         description: content of model.json.
         outputs: function from images to [probabilities] or, if the network was opened with logits=True, to
-            [probabilities, logits]. description["input"] defines the shape and type of the images. Both outputs are
-            float32 [N, classes].
+            [probabilities, logits]; if it was opened with features=True, to [probabilities, input of the last layer].
+            description["input"] defines the shape and type of the images. The outputs are float32 [N, classes] and
+            [N, channels].
         precision: "float32", "float16", "bfloat16" or "int8".
         steps: fixed_sizes.Steps for the engine "captured step", otherwise None.
-        classifier: weights of the last layer, float32 [channels, classes], if the network was opened with
-            features=True; `outputs` then returns [probabilities, features], the last feature map, float32 [N, C, h, w]
-            or [N, h, w, C], in the layout of the images. Otherwise None.
     """
 
     engine: str
@@ -38,20 +36,19 @@ class Model:
     outputs: Callable[[np.ndarray], list[np.ndarray]]
     precision: str = "float32"
     steps: Steps | None = None
-    classifier: np.ndarray | None = None
 
     def run(self, images: np.ndarray) -> np.ndarray:
         """Return the probabilities of a batch of images, float32 [N, classes]."""
         return self.outputs(images)[0]
 
-    def submit(self, images: np.ndarray | TensorListCPU | TensorListGPU) -> ArrayLike:
+    def submit(self, images: np.ndarray | TensorListCPU | TensorListGPU) -> Sequence[ArrayLike]:
         """Start inference for a batch of images, which may be an array or the output of a DALI pipeline for this model.
 
         Returns:
-            a value that np.asarray converts to the probabilities. At most one other batch may be submitted before the
-            conversion.
+            values that np.asarray converts to the arrays that `outputs` returns. At most one other batch may be
+            submitted before the conversion.
         """
-        return self.steps.submit(images) if self.steps else self.run(from_dali(self.description, images))
+        return self.steps.submit(images) if self.steps else self.outputs(from_dali(self.description, images))
 
     def host_images(self, images: int) -> np.ndarray:
         """Return an array with undefined content for `images` images, in the memory from which this engine copies

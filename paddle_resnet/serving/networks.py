@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
     from paddle_resnet.utils.confidence import Temperature
 
 
-# Operators between the last feature map and the last layer.
-POOLINGS, RESHAPES = ("pool2d", "reduce_mean"), ("flatten_contiguous_range", "reshape2", "squeeze2")
-
-
 @dataclass
 class Network:
     """The inference network of a checkpoint, without pruning masks or an optimizer. See load_checkpoint and load_fast.
@@ -50,8 +45,8 @@ class Network:
             Variable that its softmax or, with --multi-label, its sigmoid reads.
         description: content of model.json.
         scope: scope that contains the parameters.
-        features: float32 Variable with the input of the global average pooling, the last feature map, if the network
-            was loaded with features=True, otherwise None.
+        features: float32 Variable [N, channels] with the input of the last layer, if the network was loaded with
+            features=True, otherwise None.
     """
 
     args: Settings
@@ -69,10 +64,6 @@ class Network:
         """[probabilities], or [probabilities, features]."""
         return [self.probabilities] if self.features is None else [self.probabilities, self.features]
 
-    def classifier(self) -> np.ndarray:
-        """Return the weights of the last layer, float32 [channels, classes]."""
-        return self.parameter(ends(self.program).last[1]).astype(np.float32)
-
     @property
     def exe(self) -> static.Executor:
         return static.Executor(processes.place(self.args.device))
@@ -88,8 +79,7 @@ class Network:
         def outputs(images):
             return exe.run(compiled, feed={self.images.name: images}, fetch_list=fetched, scope=self.scope)
 
-        classifier = None if self.features is None else self.classifier()
-        return Model("Executor", self.description, outputs, classifier=classifier)
+        return Model("Executor", self.description, outputs)
 
 
 def load_checkpoint(
@@ -122,14 +112,14 @@ def load_checkpoint(
             three channels in this layout.
         temperature: temperature by which to divide the logits, or None. The parameters of the last layer are divided
             by it, so that the network needs no further operator.
-        features: whether the network also returns its last feature map.
+        features: whether the network also returns the input of its last layer.
     Returns:
         Network.
     Raises:
         UsageError: the checkpoint does not exist, is damaged, contains values that are not finite or was saved before
             the processes averaged their BN statistics; the user's file that defines the network does not exist or is
             not specified; meta.json is missing, and the parameters match no supported network; or, with `features`,
-            the network does not end with global average pooling and one linear layer.
+            the last layer does not read one vector per image.
         native.Unavailable: with as_evaluated, the run used custom kernels, and they cannot be built.
     """
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
@@ -338,7 +328,7 @@ def _build(args, uint8=False, quantize=False, mirror=False, features=False):
         uint8: see load_checkpoint.
         quantize: whether to insert the fake quantization of --qat.
         mirror: whether to average the probabilities of each image and its mirror image; requires the layout NHWC.
-        features: whether to return a float32 copy of the last feature map. For UsageError, see load_checkpoint.
+        features: whether to return a float32 copy of the input of the last layer. For UsageError, see load_checkpoint.
     """
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
@@ -363,7 +353,7 @@ def _build(args, uint8=False, quantize=False, mirror=False, features=False):
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
         logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
-        last = _last_features(program, logits, args.model_arch_name) if features else None
+        last = _features(program, args.model_arch_name) if features else None
         if quantize:
             quantization.insert(program, on_gpu=args.device == "gpu")
         with loss_head.scope():  # AMP must not change the precision of the probabilities
@@ -378,32 +368,20 @@ def _build(args, uint8=False, quantize=False, mirror=False, features=False):
     return program, startup, images, block.var("probabilities"), logits, last
 
 
-def _last_features(program, logits, arch):
-    """Return the input of the global average pooling whose output is the input of the last layer.
+def _features(program, arch):
+    """Return the input of the last layer, [N, channels].
 
     Raises:
-        UsageError: the network does not end with global average pooling, changes of the shape and one linear layer.
+        UsageError: the last layer is used several times, or does not read one vector per image.
     """
-    block = graph.block(program)
-    made_by = {name: op for op in block.ops for name in op.output_arg_names}
-
-    def source(variable, types):
-        op = made_by.get(variable)
-        return op.input("X")[0] if op is not None and op.type in types else None
-
-    pooled = source(source(logits.name, ["elementwise_add"]), ["matmul_v2"])
-    while (before := source(pooled, RESHAPES)) is not None:
-        pooled = before
-    pooling = made_by.get(pooled)
-    last = block.var(pooling.input("X")[0]) if pooling is not None and pooling.type in POOLINGS else None
-    channels = block.var(ends(program).last[1]).shape[0]
-    is_average = last is not None and pooling.attr("pooling_type") in ("avg", None)
-    if not is_average or len(last.shape) != 4 or math.prod(block.var(pooled).shape[1:]) != channels:
+    block, weight = graph.block(program), ends(program).last[1]
+    inputs = [block.var(op.input("X")[0]) for op in block.ops if op.type == "matmul_v2" and op.input("Y") == [weight]]
+    if [len(each.shape) for each in inputs] != [2]:
         raise UsageError(
-            f"{network_name(arch)}: class activation maps require a network that ends with global average pooling and "
-            "one linear layer; choose a checkpoint of such a network, such as ResNet50 or MobileNetV2"
+            f"{network_name(arch)}: features require that the last layer reads one vector per image, once; choose a "
+            "checkpoint of such a network"
         )
-    return last
+    return inputs[0]
 
 
 def _describe(args, meta, images, probabilities):

@@ -31,6 +31,7 @@ TOPICS = {
     "image": "image size and preprocessing",
     "augment": "random changes of training images",
     "regularize": "label smoothing, weight decay, dropout, averaged weights",
+    "distill": "a teacher whose outputs the network learns",
     "optimizer": "update rule and batch size",
     "schedule": "length of the run and learning rate",
     "precision": "mixed precision, memory layout, sparsity, quantization",
@@ -86,7 +87,8 @@ ORDER = (
     "interp normalize-scale normalize-mean normalize-std batch-size data-layout dali-output-fp16 dali-random-seed "
     "multi-label label-offset balanced-sampling rand-crop-scale rand-crop-ratio crop-padding auto-augment "
     "auto-augment-magnitude color-jitter lighting rotate-degrees iter-unit num-iter epochs budget-minutes "
-    "accumulate-steps seed label-smoothing asymmetric-loss class-weights max-bad-steps freeze unfreeze-at optimizer "
+    "accumulate-steps seed label-smoothing asymmetric-loss class-weights teacher distill-weight "
+    "distill-temperature max-bad-steps freeze unfreeze-at optimizer "
     "momentum beta1 beta2 opt-epsilon lookahead weight-decay clip-grad-norm sizes mixup cutmix dropout drop-path "
     "bn-momentum ema bn-weight-decay lr warmup-epochs lr-decay-by-layer classifier-lr-factor warmup-start-lr "
     "lr-scheduler min-lr "

@@ -23,8 +23,8 @@ ONE_LABEL = ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
 # Origins of the values that override values of a file or a recipe.
 HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
-# {flag: value that PIR programs do not support}. Without a GPU, --cuda-graph and its value have no effect.
-_NOT_IN_PIR = {"amp": True, "asp": True, "qat": True, "kernels": "native"}
+# Flags whose features PIR programs lack. Without a GPU, --cuda-graph and its value have no effect.
+_NOT_IN_PIR = ("amp", "asp", "qat", "teacher")
 
 
 def check(settings: values.Settings) -> None:
@@ -287,13 +287,13 @@ def _conflicts_of_representation(settings):
     """With --program-representation pir, yield a Conflict for each flag whose feature PIR programs lack."""
     if settings.program_representation == "legacy":
         return
-    for name, value in _NOT_IN_PIR.items():
-        if getattr(settings, name) == value:
-            yield Conflict(
-                f"--program-representation pir: not supported with {argument(settings, name)}; remove one of them",
-                ("program_representation", name),
-                ("program_representation", name),
-            )
+    native = ["kernels"] if settings.kernels == "native" else []
+    for name in [name for name in _NOT_IN_PIR if getattr(settings, name)] + native:
+        yield Conflict(
+            f"--program-representation pir: not supported with {argument(settings, name)}; remove one of them",
+            ("program_representation", name),
+            ("program_representation", name),
+        )
 
 
 def _conflicts_of_budget(settings):

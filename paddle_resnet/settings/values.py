@@ -8,6 +8,9 @@ from paddle_resnet.utils.errors import command
 
 T = TypeVar("T")
 EXPLICIT = "explicit_flags"
+# Further keys of the first entry: what describes the machine and the software, and the folder of the checkpoint that a
+# run without training evaluates.
+ENVIRONMENT, EVALUATED = "environment", "evaluated_checkpoint"
 _CHOSEN = "chosen: "
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
 
@@ -165,6 +168,10 @@ class Settings:
         """Return {flag: path} for --from-checkpoint and --from-pretrained-params, if they are set."""
         paths = {flag_name(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
         return {flag: path for flag, path in paths.items() if path is not None}
+
+    def input_folders(self) -> dict[str, str]:
+        """Return {flag: path} like start_paths, and for --teacher."""
+        return self.start_paths() | ({} if self.teacher is None else {"--teacher": self.teacher})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the flags that describe the run, as plain data."""

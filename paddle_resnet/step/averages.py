@@ -3,7 +3,7 @@ exponential moving averages.
 
 A training program contains an average of each parameter, including frozen parameters, and of each BN running statistic.
 The averages are persistable, have the type float32 and keep their addresses, so captured steps and evaluation programs
-can use them. They are a facts.State with the file facts.AVERAGES.
+can use them. The averages are a facts.State with the file facts.AVERAGES.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from paddle_resnet.step.builder import StepBuilder
 def add(step: StepBuilder, name: str, weight_of: Callable[[], float]) -> None:
     """Add averages to a training program. At the end of each step, the program computes average += weight (value -
     average). For a parameter in half precision, `value` is its float32 master weight. If dynamic loss scaling skips a
-    step, the averages do not change. The startup program sets them to the initial values of the parameters and BN
-    statistics. With custom kernels, the operator native_ema updates all averages. It is separate from the update
-    operator, because it also averages BN statistics.
+    step, the averages do not change. The startup program sets the averages to the initial values of the
+    parameters and BN statistics. With custom kernels, the operator native_ema updates all averages. native_ema is
+    separate from the update operator, because native_ema also averages BN statistics.
 
     Args:
         step: the program.
@@ -41,8 +41,9 @@ def add(step: StepBuilder, name: str, weight_of: Callable[[], float]) -> None:
 
 
 def state(step: StepBuilder, name: str, flag: str, what: str) -> facts.State:
-    """Return the State of the averages that add() has added as VARIABLE.name. `flag` is the flag that adds them, and
-    `what` describes them in messages. Checkpoints contain the averages in the file PREFIX.pdema."""
+    """Return the State of the averages that add() has added as VARIABLE.name. `flag` is the flag that adds the
+    averages, and `what` describes the averages in messages. Checkpoints contain the averages in the file
+    PREFIX.pdema."""
     variables = {source: f"{source}.{name}" for source in _values(step)}
     return facts.State(variables, facts.AVERAGES, starts_as_source=True, flag=flag, what=what)
 
@@ -96,8 +97,8 @@ def evaluate(train_prog: static.Program, eval_prog: static.Program, exe: static.
     """Rewrite an evaluation program in place to use the averages of a training program, if there are any. Call
     evaluate() after cast_evaluation_program.
 
-    In place of a float32 variable, the evaluation program reads the average. In place of a half-precision variable, it
-    reads a converted copy of the average.
+    In place of a float32 variable, the evaluation program reads the average. In place of a half-precision
+    variable, the evaluation program reads a converted copy of the average.
 
     Args:
         train_prog: training Program; its variables are in the global scope.

@@ -16,6 +16,7 @@ from paddle_resnet.components import (
     INPUTS,
     UPDATE,
     accumulation,
+    distillation,
     optimizer,
     precision,
     quantization,
@@ -36,7 +37,7 @@ from paddle_resnet.utils.mode import Mode
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of a program that no component reads; see `train.py --help all`."""
+    """The flags that this module reads; see `train.py --help all`."""
 
     amp: bool
     amp_dtype: str
@@ -54,7 +55,7 @@ class Options:
 
 
 def feeds_of(image_shape: Sequence[int], task: Task) -> dict[str, static.Variable]:
-    """Declare the inputs of the current program. See program.create_feeds."""
+    """Declare the inputs of the current program, and return {name: variable}. See program.create_feeds."""
     shape, dtype = task.label
     return {
         "data": static.data("data", [None, *image_shape], dtype=paddle.get_default_dtype()),
@@ -78,6 +79,7 @@ def build_program(
     mode: Mode,
     lr_scheduler: schedules.Schedule | None,
     class_images: Sequence[int] | np.ndarray | None,
+    teacher: distillation.Teacher | None,
 ) -> tuple:
     """Build a program. See program.build; for `part`, see StepBuilder."""
     watchdog.phase("program construction")
@@ -101,10 +103,11 @@ def build_program(
             model.eval()
         step.images, step.targets, step.class_images = feeds["data"], feeds, class_images
         if options.dali_output_fp16 and not (options.amp and options.amp_dtype == "float16"):
-            # Without AMP in float16, the layers read float32 images. AMP in bfloat16 casts them later, because Paddle's
-            # layers reject bfloat16.
+            # Without AMP in float16, the layers read float32 images. AMP in bfloat16 casts the images later, because
+            # Paddle's layers reject bfloat16.
             step.images = step.images.astype("float32")
         if is_train:
+            step.teacher = teacher
             for component in INPUTS:
                 if hasattr(component, "add"):
                     component.add(step)
@@ -152,6 +155,7 @@ def _minimize(step):
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
     graph.create_state(own_optimizer, step.main, step.frozen)
+    distillation.convert(step)
     sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)
@@ -162,7 +166,7 @@ def add_update(step: StepBuilder) -> None:
     """Turn the operators that Paddle's minimize has added into the update that the flags specify.
 
     Raises:
-        UsageError: two flags add averages of the weights, or a component fails.
+        UsageError: two flags add averages of the weights, or `add` of a component raises this error.
     """
     step.describe_update(MASTER, all_reduces.bn_statistics(step.main))
     known = facts.of(step.main)

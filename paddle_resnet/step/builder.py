@@ -42,7 +42,7 @@ class StepBuilder:
         device: "cpu" or "gpu".
         arch, layout, num_classes: the network; layout is "NCHW" or "NHWC".
         task: what the network predicts (tasks.Task), set by build.
-        image_size: [height, width] of its images.
+        image_size: [height, width] of the images.
         batch_size: images per process and batch.
         images: the input of the network.
         logits: the output of the network [N, num_classes], once built.
@@ -51,6 +51,7 @@ class StepBuilder:
         targets: the inputs "data" and "label" of the program, and the entries that components add for the loss head of
             the task.
         class_images: number of training images of each class, or None if unknown.
+        teacher: distillation.Teacher, or None without --teacher.
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
         values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, set by
@@ -72,6 +73,7 @@ class StepBuilder:
         self.images: Any = None
         self.targets: dict[str, Any] = {}
         self.class_images: Sequence[int] | np.ndarray | None = None
+        self.teacher: Any = None
         self.model: Any = None
         self.logits: Any = None
         self.loss: Any = None
@@ -114,7 +116,7 @@ class StepBuilder:
 
         Args:
             master: suffix of the names of master weights.
-            bn_statistics: see the attribute.
+            bn_statistics: names of the running means and variances.
         """
         block, updates = graph.block(self.main), graph.updates(self.main)
         self.values = {op.input("Param")[0]: graph.value_of(op) for op in updates}

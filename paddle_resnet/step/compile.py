@@ -64,7 +64,7 @@ class CompiledStep(static.CompiledProgram):
         self.accumulating: CompiledStep | PirStep | None = None
 
     def step(self, exe, variables):
-        """Return a function that runs a step and fetches variables. Its arguments are those of Executor.run."""
+        """Return a function with the arguments of Executor.run that runs a step and fetches `variables`."""
         return functools.partial(exe.run, self, fetch_list=variables)
 
 
@@ -83,8 +83,8 @@ class PirStep:
         self.accumulating: CompiledStep | PirStep | None = None
 
     def step(self, exe, variables):
-        """Return a function that runs a step and fetches variables. Its arguments are those of Executor.run. The next
-        step would overwrite the tensors that the Executor returns, so the function returns copies."""
+        """Return a function with the arguments of Executor.run that runs a step and fetches `variables`. The next step
+        would overwrite the tensors that the Executor returns, so the function returns copies."""
         run = functools.partial(exe.run, self._program, fetch_list=[*map(self._variable_of, variables)])
         return lambda **arguments: [np.array(tensor) for tensor in run(**arguments)]
 
@@ -168,8 +168,8 @@ def _traced(options, compiled, is_train):
 
 def _update_natively(program):
     """Replace Paddle's update operators in a program that build has not built, if all of them implement the same rule
-    of optimizers/table.py. Otherwise, none is replaced, because Paddle's update operators cannot read the factor that
-    unscales the gradients. Raises the errors of check_natively."""
+    of optimizers/table.py. If the operators implement several rules, none is replaced, because Paddle's update
+    operators cannot read the factor that unscales the gradients. Raises the errors of check_natively."""
     rule, *others = {table.rule_of(op) for op in graph.updates(program)} or {None}
     if rule is not None and not others:
         block = graph.block(program)

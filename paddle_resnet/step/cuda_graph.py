@@ -53,8 +53,8 @@ ON_HOST = {
     *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
 }
 # Tolerance for comparing a captured step with an uncaptured step if the kernels are not deterministic, relative to the
-# largest change that the step makes to an element of the array. Such kernels sum in a varying order, so their rounding
-# errors differ.
+# largest change that the step makes to an element of the array. Kernels that are not deterministic sum in a varying
+# order, so their rounding errors differ.
 TOLERANCE = 0.02
 _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
@@ -99,8 +99,8 @@ def _obstacle(op):
         return "draws random numbers from Paddle's generator"
     if op.type in ON_HOST:
         return "accesses host memory"
-    # In Paddle 2.6.2, replaying a graph that contains depthwise convolutions in NHWC fails with CUDA error 700. This
-    # applies only to the convolutions that fusion.py does not replace.
+    # In Paddle 2.6.2, replaying a graph that contains Paddle's depthwise convolutions in NHWC, which remain if
+    # fusion.py does not replace them, fails with CUDA error 700.
     if op.type.startswith("depthwise_conv2d") and op.attr("data_format") == "NHWC":
         return "in NHWC has no custom kernel for this size and fails during a replay"
     return None
@@ -134,7 +134,8 @@ class CapturedStep:
         """Run a step. If the batch has a different size than the first batch, call run_with_feed instead.
 
         Raises:
-            RunError: the step cannot be captured; or _compare raises it.
+            RunError: the step cannot be captured, or --cuda-graph true is set and a captured step has different results
+                than an uncaptured step.
         """
         shapes = {name: value.shape() for name, value in feed.items()}
         self._shapes = self._shapes or shapes

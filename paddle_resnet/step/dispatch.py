@@ -26,7 +26,7 @@ class Dispatcher:
 
     Attributes:
         inputs: {name: tensor} that captured steps read. A loader can avoid a copy by writing to these tensors directly.
-            The dictionary is empty if steps are not captured, or if the loader uses a different device, because writing
+            `inputs` is empty if steps are not captured, or if the loader uses a different device, because writing
             would move the tensors to that device.
     Raises:
         RuntimeError: is_native is true, but the program has no async copy of its metrics.

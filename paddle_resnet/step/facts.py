@@ -1,8 +1,8 @@
 """Facts about a program that a run needs in addition to the operators of the program.
 
 The arguments of `build` and `compile_prog` are instances of Paddle's own Program, so the facts are stored in a separate
-table. Its keys are weak references, so that the table does not keep programs in memory. Therefore, the facts of a
-program must refer neither to the program nor to its variables.
+table. The keys of the table are weak references, so that the table does not keep programs in memory. Therefore, the
+facts of a program must refer neither to the program nor to its variables.
 """
 
 import weakref
@@ -64,6 +64,7 @@ class Facts:
         states: the State of each component that has one.
         inputs: {variable: function that returns its value for the next step}, the host scalars (scalars.py).
         bn_average: program that averages the BN statistics over the processes (passes/all_reduces.py), once built.
+        teacher: distillation.Teacher, or None without --teacher.
     """
 
     backend: str = "paddle"
@@ -71,6 +72,7 @@ class Facts:
     states: list[State] = field(default_factory=list)
     inputs: dict[str, Callable] = field(default_factory=dict)
     bn_average: static.Program | None = None
+    teacher: Any = None
 
 
 _facts: weakref.WeakKeyDictionary[static.Program, Facts] = weakref.WeakKeyDictionary()
@@ -82,5 +84,5 @@ def of(program: static.Program) -> Facts:
 
 
 def share(program: static.Program, copy: static.Program) -> None:
-    """Give a copy of a program the same facts."""
+    """Make a copy of a program share the Facts object of the program."""
     _facts[copy] = of(program)

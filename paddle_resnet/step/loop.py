@@ -24,7 +24,7 @@ from paddle_resnet.step import trace
 from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.step.metrics import log_metrics, over_all_processes
 from paddle_resnet.utils import logger, progress
-from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import RunError, UsageError, counted
 from paddle_resnet.utils.meters import AverageMeter, StepClock, latency_percentiles
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.signals import Preempted
@@ -32,7 +32,8 @@ from paddle_resnet.utils.signals import Preempted
 
 @dataclass(frozen=True, kw_only=True)
 class Options(task.Settings, durations.Settings, benchmark.Settings):
-    """The flags of an epoch: those of the base classes and the following; see `train.py --help all`."""
+    """The flags that the steps of an epoch read, in addition to those of the base classes; see `train.py --help
+    all`."""
 
     accumulate_steps: int
     dali_device: str
@@ -69,8 +70,8 @@ def run_and_save(
     end_step: int | None = None,
 ) -> dict:
     """Like program.run(), but also call `save(epoch, step)` every --save-interval-steps steps, unless save is None, and
-    stop before step `end_step`, unless it is None. The next call continues the epoch. Here, each batch is a step, even
-    with --accumulate-steps; only --save-interval-steps counts training steps.
+    stop before step `end_step`, unless it is None. The next call continues the epoch. In this function, each
+    batch is a step, even with --accumulate-steps; only --save-interval-steps counts training steps.
 
     Returns:
         dict of metrics, aggregated over all processes:
@@ -209,8 +210,8 @@ class EpochRun:
         self._clock.resume()
 
     def prepare(self, step: int) -> None:
-        """Start, continue or write the trace. If the measurement begins at step `step`, reset the meters and the
-        clock."""
+        """Start, continue or write the trace, if there is one. If the measurement begins at step `step`, reset the
+        meters and the clock."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
         # Discard the metric sums of the previous epoch or of the warm-up. A pass that continues an epoch begins at a
@@ -326,9 +327,10 @@ class EpochRun:
             loss.excuse_update()
         if loss.bad_updates >= options.max_bad_steps:
             raise RunError(
-                f"--max-bad-steps {options.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up "
-                f"to step {step} of epoch {self._epoch} with learning rate {lr}; resume from the last checkpoint with "
-                "a lower --lr, or check the images"
+                f"--max-bad-steps {options.max_bad_steps}: "
+                f"{counted(loss.bad_updates, 'consecutive loss was', 'consecutive losses were')} not finite, up to "
+                f"step {step} of epoch {self._epoch} with learning rate {lr}; resume from the last checkpoint with a "
+                "lower --lr, or check the images"
             )
 
     def _show_progress(self, step, images, lr):

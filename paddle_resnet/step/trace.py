@@ -68,7 +68,7 @@ def _outside(steps, first_step, last_step):
 class Trace:
     """Records the steps of --profile-steps in this process: operators on the host, and kernels and copies on a GPU.
 
-    The host waits for all dispatched steps before recording starts and before it ends. Before every other step outside
+    The host waits for all dispatched steps before recording starts and before it ends. Before all other steps outside
     the trace, the host only compares integers. If the trace includes the first step of a program, this step has no
     operator names, because Paddle prepares the program during the step. A run that stops within the traced steps writes
     no trace file.

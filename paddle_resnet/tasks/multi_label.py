@@ -84,6 +84,11 @@ class MultiLabel:
 
         return multi_label_head.probabilities(logits)
 
+    def divergence(self, logits: "static.Variable", target: "static.Variable") -> "static.Variable":
+        from paddle_resnet.models import divergence
+
+        return divergence.of_sigmoid(logits, target)
+
     def reduce(self, meters_of_rank: Mapping[str, Any], is_benchmark: bool) -> dict[str, Any]:
         """Return the result of label_metrics.evaluate for the images of all processes, with arrays instead of lists. On
         rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}. Return {} in a benchmark."""

@@ -124,6 +124,13 @@ class SingleLabel:
 
         return paddle.nn.functional.softmax(logits)
 
+    def divergence(self, logits: "static.Variable", target: "static.Variable") -> "static.Variable":
+        """Return the Kullback-Leibler divergence of each image, float32 [N, 1], from the probabilities for `target` to
+        those for `logits`, both [N, C]."""
+        from paddle_resnet.models import divergence
+
+        return divergence.of_softmax(logits, target)
+
     def reduce(self, meters_of_rank: Mapping[str, Any], is_benchmark: bool) -> dict[str, Any]:
         """Return the metrics of an evaluation that are not means, over the images of all processes. Every process must
         call reduce() with its meters, {name: meter}. A benchmark needs only the confusion counts."""

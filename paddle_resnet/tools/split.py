@@ -5,11 +5,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paddle_resnet.data import classes, sniffer
 from paddle_resnet.data.formats import folder as class_folder
+from paddle_resnet.data.images import Image
+from paddle_resnet.tools import duplicates
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError
 
@@ -21,7 +23,9 @@ _SPLIT_NAME = re.compile(
 )
 
 
-def split(source: str | Path, output: str | Path, fraction: float, seed: int = 0) -> tuple[dict[str, int], int]:
+def split(
+    source: str | Path, output: str | Path, fraction: float, seed: int = 0, groups_duplicates: bool = False
+) -> tuple[dict[str, int], int]:
     """Split the images of each class into train/ and val/. If the file system supports links, images are linked instead
     of copied.
 
@@ -35,11 +39,14 @@ def split(source: str | Path, output: str | Path, fraction: float, seed: int = 0
         fraction: fraction of each class that goes to val/, between 0 and 1. Each split gets at least one image per
             class.
         seed: seed of the random selection, an integer.
+        groups_duplicates: whether images that duplicates.groups finds similar go to the same split, and to train/ if
+            they are in several classes. Images that Pillow cannot read are not compared.
     Returns:
         ({"train": number of images, "val": number of images}, number of classes)
     Raises:
         UsageError: source is not a folder, or has no class folders or only one; a class has fewer than two images, or
-            one of its images is a broken link or a special file; the name of a folder is that of a split (except a
+            one of its images is a broken link or a special file; groups_duplicates leaves no image of a class for a
+            split; the name of a folder is that of a split (except a
             single class "train") or not valid UTF-8; or output exists.
         OSError: output cannot be written.
     """
@@ -47,11 +54,18 @@ def split(source: str | Path, output: str | Path, fraction: float, seed: int = 0
     images = _list_source(source)
     if os.path.lexists(output):
         raise UsageError(f"--output {output}: already exists; remove it or choose a different folder")
+    groups = _groups(source, images) if groups_duplicates else {}
     counts = {"train": 0, "val": 0}
     output.parent.mkdir(parents=True, exist_ok=True)
     with files.written(output, files.partial_path(output.with_name(f".{output.name}"))) as partial:
         for label, names in images.items():
-            for part, chosen in zip(("train", "val"), divide(label, names, fraction, seed), strict=True):
+            divided = divide(label, names, fraction, seed, groups)
+            if not divided[1]:
+                raise UsageError(
+                    f"{source / label}: all images are duplicates of each other or of images in other classes, so none "
+                    "is left for val/; remove duplicates, or --group-duplicates"
+                )
+            for part, chosen in zip(("train", "val"), divided, strict=True):
                 folder = partial / part / label
                 folder.mkdir(parents=True)
                 counts[part] += len(chosen)
@@ -109,11 +123,45 @@ def _check_names(source, labels):
     raise UsageError(f"{source}: {problem}; {remedy}")
 
 
-def divide(label: str, names: Sequence[str], fraction: float, seed: int) -> tuple[list[str], list[str]]:
-    """Divide the image names of a class into (names for train/, names for val/)."""
+def _groups(source, images):
+    """Return {path below source: number of its group of duplicates, or None if the group contains several classes}."""
+    paths = [f"{label}/{name}" for label, names in images.items() for name in names]
+    hashes = [each[0] for each in duplicates.describe_all([Image(path, str(source / path), 0) for path in paths])]
+    read = [path for path, value in zip(paths, hashes, strict=True) if value is not None]
+    numbers = duplicates.groups([value for value in hashes if value is not None])
+    labels = {}
+    for path, number in zip(read, numbers, strict=True):
+        labels.setdefault(number, set()).add(path.partition("/")[0])
+    return {path: n if len(labels[n]) == 1 else None for path, n in zip(read, numbers, strict=True)}
+
+
+def divide(
+    label: str, names: Sequence[str], fraction: float, seed: int, groups: Mapping[str, int | None] | None = None
+) -> tuple[list[str], list[str]]:
+    """Divide the image names of a class into (names for train/, names for val/).
+
+    Args:
+        label: name of the class.
+        names: names of its images.
+        fraction, seed: see split.
+        groups: {"LABEL/NAME": group}. Names of the same group go to the same split; those of the group None go to
+            train/. A name that is missing is a group by itself. If no group fits into val/, the smallest one goes
+            there, and if this would leave train/ empty, none.
+    """
     count = min(max(1, round(len(names) * fraction)), len(names) - 1)
     by_chance = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(f"{seed}\0{label}\0{name}")).digest())
-    val = set(by_chance[:count])
+    members = {}  # in the order of their first names
+    for name in by_chance:
+        group = (groups or {}).get(f"{label}/{name}", name)
+        if group is not None:
+            members.setdefault(group, []).append(name)
+    val = set()
+    for group in members.values():
+        if len(val) + len(group) <= count:
+            val.update(group)
+    if not val and members:
+        smallest = min(members.values(), key=len)
+        val.update(smallest if len(smallest) < len(names) else [])
     return [name for name in names if name not in val], sorted(val)
 
 

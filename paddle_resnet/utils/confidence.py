@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-BINS = 15  # number of confidence intervals of equal width, as in the paper
-BLOCK = 4096  # images whose logits are converted to float64 at a time
-STEPS = 100  # maximum number of iterations of fit_temperature, which usually needs fewer than 10
-RANGE = 0.01, 100.0  # smallest and largest temperature
+BINS = 15  # number of confidence intervals of equal width, as in Guo et al.
+BLOCK = 4096  # number of images whose logits are converted to float64 at a time
+STEPS = 100  # maximum number of iterations of fit_temperature
+RANGE = 0.01, 100.0  # smallest and largest temperature that fit_temperature considers
 
 
 class Temperature(NamedTuple):
@@ -19,7 +19,7 @@ class Temperature(NamedTuple):
         images: number of images.
         loss_before, loss_after: mean negative log likelihood of the images without and with the temperature.
         ece_before, ece_after: expected calibration error without and with the temperature.
-        bins: BINS.
+        bins: number of confidence intervals of the expected calibration error.
     """
 
     value: float

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SCRIPT = "paddle-resnet"  # the command that pip installs (paddle_resnet/cli.py)
 TRAIN = Path(__file__).parents[2] / "train.py"  # exists only in a checkout
-# Path of the command, if it started this process; cli.py replaces sys.argv[0] later.
+# Path of paddle-resnet, if this command started the process; cli.py replaces sys.argv[0] later.
 _RUNNING = os.path.abspath(sys.argv[0]) if sys.argv and os.path.basename(sys.argv[0]) == SCRIPT else None
 
 
@@ -90,7 +90,8 @@ def installation(extra: str) -> str:
     if extra in ("gpu", "cpu"):
         if not is_installed() and os.path.isfile(os.path.join(sys.prefix, "paddle")):  # see Makefile
             return _repetition_of_make_venv()
-        # The lists also pin a version of Paddle. If a different one is installed, install only the other packages.
+        # The lists gpu and cpu pin a version of Paddle. If a different version is installed, install the other
+        # packages.
         extra = {"paddlepaddle-gpu==2.6.2": "gpu", "paddlepaddle==2.6.2": "cpu", None: extra}.get(_paddle(), "base")
     file = f"requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
     package = SCRIPT if extra == "base" else f"{SCRIPT}[{extra}]"

@@ -47,7 +47,7 @@ def of(program: str, function: Callable[[], int | None], needs_stdout: bool = Tr
         process ends with FAILURE.
     """
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocks them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocks these signals
         _check_address_space()
         _check_working_directory()
         with logger.result_on_stdout() if needs_stdout else contextlib.nullcontext():

@@ -349,8 +349,9 @@ def _check_place(report, path):
 
 
 def _line(step, data):
-    """Return the line to print. If all names have the same prefix, such as "train.", the line contains the prefix only
-    once. Averages over classes (precision, recall and F1) and the reliability diagram appear only in the report."""
+    """Return the line that log() prints. If all names have the same prefix, such as "train.", the line contains the
+    prefix only once. Averages over classes (precision, recall and F1) and the reliability diagram appear only in the
+    report."""
     data = {name: value for name, value in data.items() if not name.endswith(("_macro", "_weighted", ".reliability"))}
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)

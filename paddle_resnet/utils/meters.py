@@ -131,7 +131,7 @@ class ConfusionMeter:
 
 
 class ConfidenceMeter:
-    """Largest probability of each image."""
+    """Collects the largest probability of each image."""
 
     def __init__(self) -> None:
         self.reset()
@@ -146,7 +146,7 @@ class ConfidenceMeter:
         self._values.append(np.exp(-log_sums))
 
     def values(self) -> np.ndarray:
-        """Return float64 [images]; NaN for an image with a NaN or +inf logit."""
+        """Return the largest probability of each image, float64 [images]; NaN for an image with a NaN or +inf logit."""
         return np.concatenate([np.empty(0), *self._values])
 
 

@@ -93,7 +93,7 @@ def importing_paddle() -> Iterator[None]:
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Defer SIGINT to the end of the `with` block. Processes that are started in the block inherit the blocked SIGINT,
-    so Control-C does not end them. The parent process stops them itself."""
+    so Control-C does not end these processes. The parent process stops them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

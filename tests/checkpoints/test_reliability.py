@@ -245,7 +245,7 @@ def test_train_py_stops_on_sigterm(tmp_path):
 def test_second_sigint_stops_run_immediately(runs):
     process = runs.start(*FLAGS, "--slow-step", "30")
     runs.wait_for(process, "PARAMETER")
-    time.sleep(4)
+    time.sleep(2)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)

@@ -9,7 +9,6 @@ import pytest
 
 from helpers import build, random_batches, variable
 from paddle_resnet.checkpoints import replicas, variables
-from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.utils.errors import RunError
@@ -67,11 +66,6 @@ def test_equal_ranks_exchange_one_number(parse, two_ranks):
     assert [len(values) for values in sent] == [1]
 
 
-def test_single_process_compares_nothing(monkeypatch):
-    monkeypatch.setattr(replicas, "checksums", lambda program: pytest.fail("not needed"))
-    replicas.check(None, "here")
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -117,19 +111,3 @@ def test_message_names_deviating_ranks_and_variables(rows, who):
 def test_message_names_three_variables():
     message = replicas.describe(np.array([[1] * 9, [2] * 9]), [*"abcdefghi"], "here")
     assert "here (a, b, c, ...); check" in message
-
-
-def test_state_that_differs_is_not_saved(parse, monkeypatch, tmp_path):
-    """The ranks are compared before rank 0 collects their state."""
-    args = parse("--output-dir", tmp_path)
-
-    def check(program, where):
-        raise RunError(where)
-
-    monkeypatch.setattr(replicas, "check", check)
-    saver = Saver(args, None, None, None, {})
-    with pytest.raises(RunError, match="^before step 3 of epoch 1$"):
-        saver.save(1, 3)
-    with pytest.raises(RunError, match="^at the end of epoch 1$"):
-        saver.save(1, None, {}, {})
-    assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]

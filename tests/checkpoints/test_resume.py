@@ -598,6 +598,11 @@ def test_class_mismatch_is_warning_in_training_and_error_in_evaluation(run_train
     assert "trained on different classes (label 1 was class1 and is class2)" in capsys.readouterr().err
     assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
     assert_one_error(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
+    for split in ("train", "val"):  # fine-tuning with a different number of classes is intended
+        shutil.copytree(root / split / "class0", root / split / "new")
+    flags = ["--num-of-class", "4", "--pretrained-mismatch", "skip-classifier", "--dry-run"]
+    assert run_train("--from-pretrained-params", checkpoint, *flags, image_root=root)[0] == 0
+    assert "trained on different classes" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

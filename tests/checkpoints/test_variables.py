@@ -1,6 +1,5 @@
 """Loading and saving parameters and optimizer state."""
 
-import contextlib
 import dataclasses
 import pickle
 from types import SimpleNamespace
@@ -89,18 +88,6 @@ def test_evaluation_loads_only_parameters(args, saved):
     assert "conv2d_0.w_0" in state
     for name, value in state.items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
-
-
-def test_only_evaluation_reads_averages(args, tmp_path, monkeypatch):
-    for suffix in ("pdparams", "pdema"):
-        (tmp_path / f"tiny.{suffix}").touch()
-    read = []
-    monkeypatch.setattr(variables, "_read", lambda path, label: read.append(path.name) or 1 / 0)
-    for others in ({}, {"velocity": (1,)}):
-        monkeypatch.setattr(variables, "variables", lambda program, others=others: ({}, others))
-        with pytest.raises(ZeroDivisionError):
-            variables.load(variables.LoadOptions.of(args), tmp_path, None, PLACE)
-    assert read == ["tiny.pdema", "tiny.pdparams"]
 
 
 def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
@@ -223,19 +210,6 @@ def test_options_come_from_flags(args):
         ({"verbose": True}, {"is_verbose": True}),
     ):
         assert variables.LoadOptions.of(args.copy(**flags)) == dataclasses.replace(expected, **options)
-
-
-def test_start_is_checkpoint_or_pretrained_parameters_or_nothing(args, monkeypatch):
-    calls = []
-    monkeypatch.setattr(variables, "load", lambda *arguments: calls.append(arguments) or {"w"})
-    monkeypatch.setattr(variables, "load_pretrained", lambda *arguments: calls.append(arguments))
-    options, checkpoint = variables.LoadOptions.of(args), restore.StartCheckpoint("DIR", 1, label="--resume: DIR")
-    assert variables.load_start(options, None, "program", "place") == set()
-    assert calls == []
-    both = dataclasses.replace(options, pretrained="d")
-    assert variables.load_start(both, None, "program", "place") == set()
-    assert variables.load_start(both, checkpoint, "program", "place") == {"w"}
-    assert calls == [(both, "program", "place"), (both, "DIR", "program", "place", "--resume: DIR")]
 
 
 def test_averages_are_loaded_only_if_program_and_checkpoint_have_them(args, saved):
@@ -415,31 +389,6 @@ def test_training_without_asp_does_not_silently_make_weights_dense(args, pretrai
     options = dataclasses.replace(variables.LoadOptions.of(args), pretrained=pretrained)
     with pytest.raises(UsageError, match=f"training without --asp makes dense; use {remedy} to keep them"):
         variables._check_masks_may_be_dropped(options, "DIR")
-
-
-@pytest.mark.parametrize(
-    ("pretrained", "trains", "is_error"), [(None, True, True), ("DIR", False, True), ("DIR", True, False)]
-)
-def test_weights_without_ranges_can_only_start_a_training(args, monkeypatch, pretrained, trains, is_error):
-    monkeypatch.setattr(variables.quantization, "ranges", lambda program: ["range"])
-    options = dataclasses.replace(variables.LoadOptions.of(args), pretrained=pretrained, trains=trains)
-    with pytest.raises(UsageError, match="DIR: was trained without --qat") if is_error else contextlib.nullcontext():
-        result = variables._match_ranges(options, None, {"w": (1,), "range": (1,)}, {"w": 0}, "DIR")
-        assert result == ({"w": (1,)}, {"w": 0})
-    both = {"w": (1,), "range": (1,)}, {"w": 0, "range": 0}
-    assert variables._match_ranges(options, None, *both, "DIR") == both
-
-
-@pytest.mark.parametrize("pretrained", [None, "DIR"])
-def test_ranges_are_removed_only_from_pretrained_weights_of_a_float_network(args, monkeypatch, pretrained):
-    monkeypatch.setattr(variables.quantization, "is_range", lambda name: name == "range")
-    options = dataclasses.replace(variables.LoadOptions.of(args), pretrained=pretrained)
-    parameters, state = {"w": (1,)}, {"w": 0, "range": 0}
-    monkeypatch.setattr(variables.quantization, "ranges", lambda program: [])
-    expected = {"w": 0} if pretrained else state
-    assert variables._match_ranges(options, None, parameters, state, "DIR") == (parameters, expected)
-    monkeypatch.setattr(variables.quantization, "ranges", lambda program: ["range"])
-    assert variables._match_ranges(options, None, parameters, state, "DIR") == (parameters, state)
 
 
 def test_host_scalars_averages_and_accumulated_gradients_are_not_saved():

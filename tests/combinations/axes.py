@@ -4,8 +4,8 @@ Each pair of values of two axes occurs in a row of table.csv, unless conflicts.p
 change to this file or to conflicts.py, write the table again: python tests/combinations/generate.py
 
 In flags, {data} is the folder of the generated data sets, {run} the output folder, {start} the checkpoint from which a
-run starts, {trace} the value of --profile-steps for the first step of the run, and {files} a folder with a network. See
-checks.py.
+run starts, {teacher} a checkpoint with the same network and preprocessing, {trace} the value of --profile-steps for the
+first step of the run, and {files} a folder with a network. See checks.py.
 """
 
 # The first value of an axis is the default that a row for a declared conflict uses.
@@ -123,6 +123,10 @@ AXES = {
         "several": ["--multi-label"],
         "asymmetric": ["--multi-label", "--asymmetric-loss", "4,0,0.05"],
     },
+    "teacher": {
+        "none": [],
+        "own": ["--teacher", "{teacher}", "--distill-weight", "0.5", "--distill-temperature", "2"],
+    },
     "mixup": {"off": [], "on": ["--mixup", "0.4"]},
     "cutmix": {"off": [], "on": ["--cutmix", "1"]},
     "dropout": {"off": [], "on": ["--dropout", "0.3"]},
@@ -216,6 +220,7 @@ UNCHANGED = {
 # values in NOT_IN_PIR, with which they conflict.
 PIR_FLAGS = ["--program-representation", "pir"]
 NOT_IN_PIR = {"layout": ["NHWC native"], "qat": ["on"], "sparsity": ["mask_1d", "mask_2d_greedy", "mask_2d_best"]}
+NOT_IN_PIR |= {"teacher": ["own"]}
 
 
 def has_pir(number, values):

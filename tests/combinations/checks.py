@@ -98,7 +98,7 @@ class Row:
 
     def __init__(self, number, values, data, folder, device):
         self.number, self.values, self.data, self.folder, self.device = number, values, data, Path(folder), device
-        self.random = random.Random(number)
+        self.random, self.teacher = random.Random(number), None
         self.files = self.folder / "files"
         self.files.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
@@ -108,6 +108,7 @@ class Row:
 
     def check(self):
         """Run all checks. Raises Failed if a check fails."""
+        self.teacher = self._teacher()
         start = self.start()
         is_on_budget = self.values["length"] == "budget"
         if not is_on_budget:
@@ -168,6 +169,7 @@ class Row:
             "files": self.files,
             "run": self.folder / name,
             "start": start,
+            "teacher": self.teacher,
         }
         flags = ["--device", self.device, "--dali-num-threads", "1", "--show-config", "false"]
         flags += ["--output-dir", "{run}"]
@@ -207,6 +209,17 @@ class Row:
         flags += ["--num-of-class", 7] if self.values["start"] == "other classes" else []
         self._succeed("first run", self.train("start", *flags, only=only))
         return self._last("start")
+
+    def _teacher(self):
+        """Train a network with the row's classes and preprocessing, and return its checkpoint. Return None if the row
+        has no teacher."""
+        if self.values["teacher"] == "none":
+            return None
+        only = ["network", "prefix", "classes", "shape", "layout", "qat", "interp", "normalization", "format", "batch"]
+        only += ["labels", "ema", "sparsity", *(["recipe"] if self.values["recipe"] in ("file", "GPU file") else [])]
+        flags = ["--epochs", 1, "--warmup-epochs", 0, "--lr", 0.01]
+        self._succeed("teacher", self.train("teacher", *flags, only=only))
+        return self._last("teacher")
 
     def _succeed(self, what, code, expected=0):
         if code != expected:

@@ -144,6 +144,9 @@ FLAGS = [
     Flags("--asp", ("--asp", "--prune-model")),
     Flags("--prune-model", ("--prune-model", "--asp")),
     Flags("--mask-algo mask_2d_best", ("--mask-algo", "--prune-model")),
+    # Distillation
+    Flags("--distill-weight 0.5", ("--distill-weight 0.5", "--teacher")),
+    Flags("--distill-temperature 2", ("--distill-temperature 2", "--teacher")),
     # Precision and device
     *(
         Flags(flags, (flags.split()[0], "--amp"))
@@ -166,6 +169,7 @@ FLAGS = [
             ("--asp --prune-model", "--asp"),
             ("--qat", "--qat"),
             ("--data-layout NHWC --kernels native", "--kernels native"),
+            ("--teacher x", "--teacher x"),
         )
     ),
 ]

@@ -59,7 +59,7 @@ def test_synthetic_batch_is_not_written_into_target_tensors(parse):
         np.testing.assert_array_equal(values, expected[name])
 
 
-def test_loader_describes_its_data_set(parse, photos, monkeypatch):
+def test_loader_describes_its_data_set(parse, photos):
     (photos_set, synthetic) = (
         dali.build_dataloader(parse(*flags), Mode.EVAL)
         for flags in (("--image-root", photos), ("--data-format", "synthetic"))

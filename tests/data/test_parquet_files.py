@@ -47,6 +47,63 @@ def test_class_names_by_number(tmp_path):
     assert parquet_files.columns(path).classes == ("a", "b", "c")
 
 
+README = """---
+license: mit
+dataset_info:
+{}---
+# Pets
+"""
+CONFIG = """{0}features:
+{1}- name: img
+{1}  dtype: image
+{1}- name: y
+{1}  dtype:
+{1}    class_label:
+{1}      names:
+{1}        '1': {2}
+{1}        '0': cat
+"""
+
+
+def config(name=None, second="dog"):
+    return CONFIG.format("  " if name is None else f"- config_name: {name}\n  ", "  ", second)
+
+
+@pytest.mark.parametrize("features", [None, {"y": {"_type": "ClassLabel"}}])
+@pytest.mark.parametrize("readme", ["data/README.md", "README.md"])
+def test_class_names_in_readme(tmp_path, readme, features):
+    (tmp_path / "data/full").mkdir(parents=True)
+    columns = {"img": IMAGES, "mask": IMAGES, "y": [1, 0, 1]}
+    path = write(tmp_path / "data/full/a.parquet", columns, features)
+    with pytest.raises(UsageError, match="no column is recognized|are all candidates"):
+        parquet_files.columns(path)
+    for text in (config(), config("full") + config("tiny", "bird"), config("a") + config("b")):
+        (tmp_path / readme).write_text(README.format(text))
+        assert parquet_files.columns(path) == parquet_files.Columns("img", "y", ("cat", "dog"))
+    path = write(
+        tmp_path / "data/full/a.parquet", columns, CLASSES | {"y": {"_type": "ClassLabel", "names": ["x", "z"]}}
+    )
+    assert parquet_files.columns(path).classes == ("x", "z")  # the metadata take precedence
+
+
+def test_readme_without_class_names(tmp_path, capsys):
+    path = write(tmp_path / "a.parquet", {"img": [b"a"], "label": [0]})
+    without = parquet_files.Columns("img", "label", None)
+    for text in (
+        "# x\n---\na: 1\n---\n",
+        "---\nlicense: mit\n---\n",
+        "---\n",
+        README.format(config("a") + config("b", "bird")),
+    ):
+        (tmp_path / "README.md").write_text(text)
+        assert parquet_files.columns(path) == without
+    assert not capsys.readouterr().err
+    for text in ("---\n[\n---\n", "---\ndataset_info: 3\n---\n", README.format(config().replace("'1'", "'2'"))):
+        (tmp_path / "README.md").write_text(text)
+        assert parquet_files.columns(path) == without
+        assert "README.md: class names cannot be read" in capsys.readouterr().err
+
+
 def test_several_columns_of_labels(tmp_path):
     features = {"fine": CLASSES["y"], "coarse": CLASSES["y"]}
     path = write(tmp_path / "a.parquet", {"img": IMAGES, "fine": [1, 0, 1], "coarse": [0, 1, 0]}, features)

@@ -68,17 +68,6 @@ def test_only_cpu_jobs_use_gloo(monkeypatch, shard, device, world_size):
     assert settings["strategy"].fuse_grad_size_in_num == 32
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_only_jobs_have_monitors(monkeypatch, shard, world_size):
-    started = []
-    monkeypatch.setenv("PADDLE_MASTER", "host:5")
-    shard(rank=world_size - 1)
-    shard(world_size=world_size)
-    monkeypatch.setattr(fleet.watchdog, "start", lambda *arguments: started.append(arguments))
-    fleet.connect(55)
-    assert started == ([(1, 2, 55, "host:5", fleet.exchange.from_rank_0)] if world_size == 2 else [])
-
-
 def test_occupied_launcher_port_raises(monkeypatch):
     """If train.py did not check the port, Paddle would wait in C code for a server that cannot start."""
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)

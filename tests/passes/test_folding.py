@@ -9,9 +9,12 @@ import paddle.nn.functional as F
 import pytest
 from paddle import nn, static
 
+from conftest import frozen
 from helpers import build, random_batches
 from paddle_resnet import phases
-from paddle_resnet.checkpoints import variables
+from paddle_resnet import program as programs
+from paddle_resnet.checkpoints import teachers, variables
+from paddle_resnet.components import distillation
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import folding, fusion
 
@@ -104,6 +107,29 @@ def test_convolutions_are_fused(parse, monkeypatch):
     refold()
     assert addresses(program) == before  # a captured step reads these addresses
     assert not np.allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=1e-3)
+
+
+def test_layers_of_teacher_are_fused(parse, checkpoint, monkeypatch):
+    """With the prefix of the teacher, no other layer of the training program changes."""
+    args = frozen(parse("--teacher", checkpoint, "--data-layout", "NHWC", "--image-shape", "4,32,32"))
+    main, startup = static.Program(), static.Program()
+    programs.build(args, main, startup, 1)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    teachers.load(main, exe.place)
+    main = main.clone(for_test=True)
+    [last] = [op for op in main.global_block().ops if "teacher.linear_0.b_0" in op.input_arg_names]
+    logits = main.global_block().var(last.output("Out")[0])
+    feed = dict(zip(("data", "label"), random_batches(1, (32, 32, 4))[0], strict=True))
+    [expected] = exe.run(main, feed, [logits])
+    types = [op.type for op in main.global_block().ops]
+    monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
+    count, _ = folding.fuse_convolutions(main, exe, distillation.PREFIX)
+    after = [op.type for op in main.global_block().ops]
+    assert count > 0 and after.count("batch_norm") == types.count("batch_norm") - count
+    folded = [v.name for v in main.list_vars() if v.name.endswith((".folded", ".shift"))]
+    assert folded and all(name.startswith("teacher.") for name in folded)
+    np.testing.assert_allclose(exe.run(main, feed, [logits])[0], expected, rtol=2e-5, atol=1e-6)
 
 
 def addresses(program):

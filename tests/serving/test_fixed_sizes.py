@@ -36,7 +36,7 @@ def test_preprocessing_module_returns_input_of_network(checkpoint, photo_paths):
     expected = reference.run(preprocessing.model_input(photo_paths[0], reference.description))
     np.testing.assert_allclose(model.run(image), expected, atol=1e-5)
     image = preprocessing.model_input(photo_paths[0], reference.description)
-    np.testing.assert_array_equal(reference.submit(image.astype("float64")), expected)
+    np.testing.assert_array_equal(*reference.submit(image.astype("float64")), expected)
 
 
 def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys):
@@ -70,9 +70,9 @@ def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys
     assert not np.array_equal(buffer, previous)
     buffer[:] = images[:3]
     np.testing.assert_allclose(model.run(buffer), expected[:3], atol=1e-6)
-    first = model.submit(images[:2])
+    [first] = model.submit(images[:2])
     assert model.steps._step(2)._last is first
     np.testing.assert_allclose(first, expected[:2], atol=1e-6)
     for _ in range(2):
-        np.testing.assert_allclose(model.submit(images[2:4]), expected[2:4], atol=1e-6)
+        np.testing.assert_allclose(*model.submit(images[2:4]), expected[2:4], atol=1e-6)
     np.testing.assert_allclose(first, expected[:2], atol=1e-6)

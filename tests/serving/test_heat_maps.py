@@ -2,6 +2,7 @@ import http.client
 import io
 import json
 import re
+import shutil
 import threading
 from base64 import b64decode
 from contextlib import closing
@@ -14,10 +15,9 @@ from PIL import Image
 
 from few_blocks import with_few_blocks
 from paddle_resnet import models, predict
-from paddle_resnet.native import build as native
+from paddle_resnet import report as report_command
 from paddle_resnet.results import page
 from paddle_resnet.serving import heat_maps, inference, networks
-from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.utils.errors import UsageError
 
 RED, BLUE = (230, 30, 30), (30, 30, 230)
@@ -41,10 +41,38 @@ class Corner(nn.Layer):
 
 
 class Hidden(Corner):
-    """A network with a hidden layer after the pooling, like MobileNetV3."""
+    """Corner with a hidden layer between pooling and classifier, like MobileNetV3, and with BN and dropout there."""
+
+    def __init__(self, num_classes, in_channels, data_format):
+        super().__init__(num_classes, in_channels, data_format)
+        weights = np.array([[2, 0, 0], [0, 2, 0], [0, 0, 2]], np.float32)
+        self.hidden = nn.Linear(3, 3, weight_attr=assigned(weights))
+        self.bn, self.dropout = nn.BatchNorm1D(3), nn.Dropout(0.5)
 
     def forward(self, images):
-        return self.last(nn.functional.relu(paddle.flatten(self.pool(self.first(images)), 1)))
+        x = paddle.flatten(self.pool(nn.functional.relu(self.first(images))), 1)
+        return self.last(nn.functional.hardswish(self.dropout(self.bn(self.hidden(x)))))
+
+
+class Flat(Corner):
+    """Corner whose classifier reads all positions of the feature map."""
+
+    def __init__(self, num_classes, in_channels, data_format):
+        super().__init__(num_classes, in_channels, data_format)
+        weights = np.repeat(np.eye(3, num_classes, dtype=np.float32), 16, axis=0) / 16
+        self.last = nn.Linear(48, num_classes, weight_attr=assigned(weights))
+
+    def forward(self, images):
+        return self.last(paddle.flatten(nn.functional.relu(self.first(images)), 1))
+
+
+class TwoPaths(Corner):
+    """A network without a feature map with several positions through which all paths lead."""
+
+    def forward(self, images):
+        maps = self.first(images), self.first(paddle.flip(images, [2]))
+        red, blue = (paddle.flatten(self.pool(nn.functional.relu(each)), 1) for each in maps)
+        return self.last(red + blue)
 
 
 def assigned(value):
@@ -52,14 +80,25 @@ def assigned(value):
 
 
 @pytest.fixture
-def corner(monkeypatch, once, run_train):
-    """Return a checkpoint of Corner. The learning rate is too low to change the weights."""
-    monkeypatch.setitem(models.MODELS, "Corner", Corner)
+def checkpoint_of(monkeypatch, once, run_train):
+    """Return a function that returns a checkpoint of a network class. The learning rate is too low to change the
+    weights."""
 
-    def make(folder):
-        assert run_train("--model-arch-name", "Corner", "--lr", "1e-12", "--output-dir", folder)[0] == 0
+    def checkpoint_of(network):
+        name = network.__name__
+        monkeypatch.setitem(models.MODELS, name, network)
 
-    return once("corner", make) / "Corner/0"
+        def make(folder):
+            assert run_train("--model-arch-name", name, "--lr", "1e-12", "--output-dir", folder)[0] == 0
+
+        return once(name, make) / name / "0"
+
+    return checkpoint_of
+
+
+@pytest.fixture
+def corner(checkpoint_of):
+    return checkpoint_of(Corner)
 
 
 def image(size, corner, color=RED, orientation=1, suffix="png", square=24):
@@ -83,14 +122,16 @@ def hottest(heat):
     return f"{'top' if y < heat.shape[0] / 2 else 'bottom'} {'left' if x < heat.shape[1] / 2 else 'right'}"
 
 
+@pytest.mark.parametrize("network", [Corner, Hidden, Flat])
 @pytest.mark.parametrize("corner_name", ["top left", "top right", "bottom left", "bottom right"])
 @pytest.mark.parametrize(("size", "orientation"), [((48, 48), 1), ((64, 40), 1), ((64, 40), 6), ((40, 64), 8)])
-def test_maximum_is_in_the_corner_that_determines_the_class(corner, corner_name, size, orientation):
-    model = heat_maps.open_model(corner)
+def test_maximum_is_in_the_corner_that_determines_the_class(checkpoint_of, network, corner_name, size, orientation):
+    path = checkpoint_of(network)
+    model, predictor = heat_maps.open_model(path), networks.load_checkpoint(path).model()
     for color, label in ((RED, 0), (BLUE, 2)):
         data = image(size, corner_name, color, orientation)
-        probabilities, _ = model.outputs(heat_maps.preprocessing.model_input(io.BytesIO(data), model.description))
-        assert probabilities.argmax() == label
+        images = heat_maps.preprocessing.model_input(io.BytesIO(data), model.description)
+        assert predictor.run(images).argmax() == label
         heat = heat_maps.heat_map(model, data, label)
         assert heat.shape == size[::-1]
         assert hottest(heat) == corner_name
@@ -106,18 +147,34 @@ def test_maximum_is_in_the_corner_that_determines_the_class(corner, corner_name,
             np.testing.assert_array_equal(np.flatnonzero(middle), np.flatnonzero(middle[::-1]))
 
 
-def test_map_has_the_mean_of_the_logit(corner):
-    """The mean of the map of a class, plus the bias, is its logit (Zhou et al., section 2)."""
-    model = heat_maps.open_model(corner)
-    network = networks.load_checkpoint(corner)
-    data = image((52, 36), "top left")
+@pytest.mark.parametrize("network", [Corner, Hidden, Flat])
+def test_mean_of_the_map_is_the_derivative_of_the_logit(checkpoint_of, network):
+    """If the gradient is the same at all positions, the mean of the map is the derivative of the logit with respect to
+    a factor of the feature map. For a linear head, it is the logit without the bias (Zhou et al., section 2)."""
+    path = checkpoint_of(network)
+    model, loaded = heat_maps.open_model(path), networks.load_checkpoint(path)
+    data, filters = image((52, 36), "top left"), models.ends(loaded.program).first
     images = heat_maps.preprocessing.model_input(io.BytesIO(data), model.description)
-    _, [logits] = network.model(logits=True).outputs(images)
-    bias = network.parameter(models.ends(network.program).last[0])
+    predictor, before, logits = loaded.model(logits=True), loaded.parameter(filters), {}
+    for factor in (0.99, 1, 1.01):
+        loaded.scope.find_var(filters).get_tensor().set(before * np.float32(factor), paddle.CPUPlace())
+        _, [logits[factor]] = predictor.outputs(images)
+    derivatives, bias = (logits[1.01] - logits[0.99]) / 0.02, loaded.parameter(models.ends(loaded.program).last[0])
     for label in range(3):
-        cam = heat_maps.class_activation(model, data, label)
+        cam = model(data, label)
         assert cam.shape == (4, 4)
-        assert cam.mean() + bias[label] == pytest.approx(logits[label], abs=1e-5)
+        assert cam.mean() == pytest.approx(derivatives[label], rel=1e-3, abs=1e-4)
+        if network is not Hidden:
+            assert cam.mean() + bias[label] == pytest.approx(logits[1][label], abs=1e-5)
+    assert np.ptp(derivatives) > 0.01
+
+
+def test_regions_that_speak_against_the_class_are_as_cold_as_neutral_ones(corner):
+    description = heat_maps.open_model(corner).description["preprocessing"]
+    for corners, highest in (([[-3, 0], [-1, -2]], 0), ([[-3, 0], [-1, 2]], 1)):
+        heat = heat_maps._on_image(np.float32(corners), (32, 32), description)
+        assert (np.nanmin(heat), np.nanmax(heat)) == (0, highest)
+        assert np.nanmax(heat[: len(heat) // 4]) == 0  # -3 and 0 are equally cold
 
 
 def test_heat_map_of_a_large_image_is_reduced(corner):
@@ -133,44 +190,29 @@ def test_map_without_differences_is_cold(corner):
     assert np.nanmax(heat_maps._on_image(np.full([4, 4], 3.0), (40, 40), description)) == 0
 
 
-@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-def test_fast_network_returns_the_same_features(corner):
-    network = networks.load_fast(corner, "float32", "cpu", features=True)
-    steps = Steps(network, [2])
-    images = np.random.RandomState(0).randn(3, 32, 32, 3).astype(np.float32)
-    probabilities, features = steps.outputs(images)
-    slow = heat_maps.open_model(corner)
-    expected = slow.outputs(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
-    np.testing.assert_allclose(probabilities, expected[0], atol=1e-6)
-    np.testing.assert_allclose(features.transpose(0, 3, 1, 2), expected[1], atol=1e-5)
-    np.testing.assert_array_equal(network.classifier(), slow.classifier)
-    np.testing.assert_array_equal(np.asarray(steps.submit(images[:2])), probabilities[:2])
-
-
-def test_networks_with_a_different_head_are_an_error(register, corner):
-    register("Corner", Hidden)
-    message = "^Corner: class activation maps require a network that ends with global average pooling and one linear"
+def test_network_without_a_common_feature_map_is_an_error(checkpoint_of):
+    message = "^TwoPaths: heat maps require a feature map .* with several positions on all paths from"
     with pytest.raises(UsageError, match=message):
-        heat_maps.open_model(corner)
+        heat_maps.open_model(checkpoint_of(TwoPaths))
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_networks_of_the_registry(name, register, parse):
+def test_map_of_networks_of_the_registry_is_the_last_one(name, register, parse):
+    """The channels of the last feature map are those of the layer after the global pooling."""
     register(name, with_few_blocks(models.MODELS[name]))
     args = parse("--model-arch-name", name, "--image-shape", "3,64,64", "--crop-size", "64", "--resize-short", "64")
-    has_map = not name.startswith(("MobileNetV3", "GhostNet", "PP"))
-    if not has_map:
-        with pytest.raises(UsageError, match="class activation maps require"):
-            networks._build(args, features=True)
-        return
-    features = networks._build(args, features=True)[-1]
-    assert min(features.shape[2:]) > 1
+    program, _, images, _, logits, _ = networks._build(args)
+    network = networks.Network(args, {}, program, images, logits, logits, {})
+    features = heat_maps._last_feature_map(network)
+    poolings = [op for op in program.global_block().ops if op.type in ("pool2d", "reduce_mean")]
+    assert poolings[-1].input("X") == [features.name]
+    heat_maps.GradCam(network)
 
 
-def test_exports_have_no_features(corner, tmp_path):
+def test_exports_have_no_heat_maps(corner, tmp_path):
     (tmp_path / "model.json").touch()
     for path in (tmp_path, tmp_path / "model.onnx"):
-        with pytest.raises(UsageError, match="heat maps require the last feature map, which exported networks do not"):
+        with pytest.raises(UsageError, match="heat maps require a gradient, which exported networks do not have"):
             heat_maps.open_model(path)
     assert inference.is_export(tmp_path)
 
@@ -207,16 +249,16 @@ def test_image_that_pillow_cannot_read_has_no_heat_map(corner, tmp_path, capsys,
     assert "a.png: " in captured.out
 
 
-def test_command_needs_a_checkpoint_with_a_suitable_head(corner, tmp_path, capsys, register):
+def test_command_needs_a_suitable_network(checkpoint_of, tmp_path, capsys):
     (tmp_path / "a.png").write_bytes(image((40, 40), "top left"))
-    register("Corner", Hidden)
     flags = ["--device", "cpu", "--heat-map", str(tmp_path / "maps")]
-    assert predict.main([str(corner), str(tmp_path / "a.png"), *flags]) == 2
-    assert "Corner: class activation maps require" in capsys.readouterr().err
+    assert predict.main([str(checkpoint_of(TwoPaths)), str(tmp_path / "a.png"), *flags]) == 2
+    assert "TwoPaths: heat maps require a feature map" in capsys.readouterr().err
     assert not (tmp_path / "maps").exists()
 
 
-def test_page_of_server_shows_heat_maps(corner, monkeypatch, capsys):
+@pytest.mark.parametrize("network", [Corner, Hidden])
+def test_page_of_server_shows_heat_maps(checkpoint_of, network, monkeypatch, capsys):
     pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
     from paddle_resnet.serving import web
 
@@ -239,7 +281,8 @@ def test_page_of_server_shows_heat_maps(corner, monkeypatch, capsys):
 
     answers, data = [], image((40, 40), "bottom left", BLUE)
     monkeypatch.setattr(web, "serve", serve)
-    assert predict.main([str(corner), "--serve", "0", "--device", "cpu"]) == 0
+    path = checkpoint_of(network)
+    assert predict.main([str(path), "--serve", "0", "--device", "cpu"]) == 0
     [((_, page), *texts)] = answers
     assert 'fetch("predict?heat_map=1"' in page
     [plain], [drawn] = (json.loads(text)["images"] for _, text in texts)
@@ -247,11 +290,10 @@ def test_page_of_server_shows_heat_maps(corner, monkeypatch, capsys):
     assert drawn == plain and drawn["top"][0]["label"] == 2
     head, _, encoded = url.partition(",")
     assert head == "data:image/jpeg;base64"
-    assert b64decode(encoded) == heat_maps.overlay(heat_maps.open_model(corner), data, 2)
+    assert b64decode(encoded) == heat_maps.overlay(heat_maps.open_model(path), data, 2)
     capsys.readouterr()
-    monkeypatch.setitem(models.MODELS, "Corner", Hidden)
-    assert predict.main([str(corner), "--serve", "0", "--device", "cpu"]) == 0
-    assert "the page shows no heat maps: Corner: class activation maps require" in capsys.readouterr().err
+    assert predict.main([str(checkpoint_of(TwoPaths)), "--serve", "0", "--device", "cpu"]) == 0
+    assert "the page shows no heat maps: TwoPaths: heat maps require a feature map" in capsys.readouterr().err
     (_, page), (plain_status, _), (drawn_status, text) = answers[1]
     assert 'fetch("predict"' in page
     assert (plain_status, drawn_status) == (200, 400)
@@ -271,23 +313,37 @@ def squares(tmp_path):
 
 
 @pytest.mark.parametrize("scope", ["train_eval", "eval_only"])
-def test_page_of_a_run_shows_what_speaks_for_the_predicted_class(corner, run_train, squares, tmp_path, register, scope):
-    html = tmp_path / "page.html"
-    flags = ["--model-arch-name", "Corner", "--lr", "1e-12", "--report-html", html]
+@pytest.mark.parametrize("network", [Corner, Hidden])
+def test_page_of_a_run_shows_what_speaks_for_the_predicted_class(
+    checkpoint_of, network, run_train, squares, tmp_path, scope
+):
+    html, checkpoint = tmp_path / "page.html", checkpoint_of(network)
+    flags = ["--model-arch-name", network.__name__, "--lr", "1e-12", "--report-html", html]
     if scope == "eval_only":
-        flags += ["--run-scope", scope, "--from-checkpoint", corner]
+        flags += ["--run-scope", scope, "--from-checkpoint", checkpoint]
     assert run_train(*flags, image_root=squares)[0] == 0
     text = html.read_text()
     assert "Below it: which regions speak for the predicted class (red)." in text
     shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="heat map of ([^"]+)"', text)
     assert {name.split("/")[-2] for _, name in shown} >= {"class0", "class2"}
-    model = heat_maps.open_model(corner)
+    evaluated = checkpoint if scope == "eval_only" else tmp_path / "output" / network.__name__ / "0"
+    model = heat_maps.open_model(evaluated)
     for encoded, name in shown:
         path = next(path for path in (squares / "val").glob("*/*") if str(path).endswith(name))
         if path.parent.name == "class1":
             continue
         drawn = heat_maps.overlay(model, path.read_bytes(), {"class0": 2, "class2": 0}[path.parent.name])
         assert f"data:image/jpeg;base64,{encoded}" == page._small(Image.open(io.BytesIO(drawn)))
-    register("Corner", Hidden)
-    assert run_train(*flags, "--overwrite", image_root=squares)[0] == 0
-    assert "No heat maps: Corner: class activation maps require" in html.read_text()
+    again = tmp_path / "again.html"
+    assert report_command.main([str(tmp_path / "report.json"), "--html", str(again)]) == 0
+    assert again.read_text() == text
+    shutil.rmtree(evaluated)
+    assert report_command.main([str(tmp_path / "report.json"), "--html", str(again)]) == 0
+    assert "No heat maps: the evaluated checkpoint was not found." in again.read_text()
+
+
+def test_page_states_why_a_network_has_no_heat_maps(run_train, squares, tmp_path, register):
+    register("TwoPaths", TwoPaths)
+    html = tmp_path / "page.html"
+    assert run_train("--model-arch-name", "TwoPaths", "--report-html", html, image_root=squares)[0] == 0
+    assert "No heat maps: TwoPaths: heat maps require a feature map" in html.read_text()

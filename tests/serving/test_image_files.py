@@ -70,7 +70,7 @@ def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths,
     rows[1, 2] = np.nan
     description = networks.load_checkpoint(checkpoint).description
     model = Model("", description, lambda images: [rows], precision, steps)
-    monkeypatch.setattr(Model, "submit", lambda self, images: rows)
+    monkeypatch.setattr(Model, "submit", lambda self, images: [rows])
     first, (_, row, problem), last = image_files.predict(model, photo_paths[:3])
     assert (first[1].tolist(), last[1].tolist()) == ([0, 1, 2], [6, 7, 8])
     assert (row, problem) == (None, f"has probabilities that are not finite in {precision}; {remedy}")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,19 +33,6 @@ def raise_error(message):
     raise RuntimeError(message)
 
 
-def test_arguments_are_passed_on(monkeypatch, shard, environment, tmp_path):
-    calls, model = [], Model("", DESCRIPTION, probabilities, "float16", steps=object())
-    monkeypatch.setattr(inference, "open_checkpoint", lambda *arguments: calls.append(arguments) or model)
-    environment(FLAGS_selected_gpus=3)
-    shard(world_size=2)
-    monkeypatch.setattr(inference.gpus, "resolve", lambda *arguments: calls.append(arguments) or "gpu")
-    assert inference.open_model(tmp_path, "gpu", "net", "float16", (4, 2), "flip") is model
-    shard(world_size=1)
-    assert inference.resolve_device("cpu") == "gpu"
-    assert calls.pop() == ("cpu", 3, False)
-    assert calls == [("gpu", 3, True), (tmp_path, "gpu", "net", "float16", (4, 2), "flip")]
-
-
 def test_checkpoint_on_a_gpu_runs_in_captured_steps(monkeypatch):
     calls, network = [], SimpleNamespace(description=DESCRIPTION)
     monkeypatch.setattr(networks, "load_fast", lambda *arguments: calls.append(arguments) or network)
@@ -72,38 +58,23 @@ def test_mirrored_images_are_averaged(layout, axis):
     assert inference._mirrored(model, "none") is model
 
 
-def test_export_determines_precision_and_network(monkeypatch, tmp_path):
-    calls, model = [], Model("", DESCRIPTION, probabilities, "int8")
-    for name in ("open_onnx", "open_paddle"):
-        monkeypatch.setattr(inference, name, lambda *arguments, name=name: calls.append((name, *arguments)) or model)
-    (tmp_path / "model.json").touch()
-    for path, name in ((tmp_path, "open_paddle"), (Path("x.onnx"), "open_onnx")):
-        for precision in (None, "int8"):
-            assert inference.open_model(path, "cpu", precision=precision) is model
-            assert calls.pop() == (name, path, "cpu")
-        with pytest.raises(UsageError, match=f"^--precision float32: {path} was exported in int8; remove the flag, or"):
-            inference.open_model(path, "cpu", precision="float32")
-        with pytest.raises(UsageError, match=f"^--model-arch-name net: not supported with the export {path}; remove"):
-            inference.open_model(path, "cpu", "net")
-
-
 def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys):
     def to_onnx(*arguments):
         raise UsageError("operator x")
 
-    fields = dict.fromkeys(("program", "images", "probabilities", "parameter"))
+    fields = dict.fromkeys(("program", "images", "outputs", "parameter"))
     network = SimpleNamespace(args=SimpleNamespace(qat=True), description={}, **fields)
     calls, opened = [], []
     monkeypatch.setattr(inference.onnx_writer, "require", lambda package: None)
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
     monkeypatch.setattr(networks, "load_checkpoint", lambda *path, **options: calls.append((*path, options)) or network)
     reason = ", because folding the BN of a network trained with --qat changes its probabilities"
-    assert inference._open_as_onnx("m", "net") == (None, reason)
-    assert calls == [("m", {"model_arch_name": "net", "fold": True})]
+    assert inference._open_as_onnx("m", "net", False) == (None, reason)
+    assert calls == [("m", {"model_arch_name": "net", "fold": True, "features": False})]
     network.args.qat = False
-    assert inference._open_as_onnx("m", "net") == (None, ": operator x")
+    assert inference._open_as_onnx("m", "net", False) == (None, ": operator x")
     message = SimpleNamespace(SerializeToString=lambda: b"data")
-    network.description, network.images, network.probabilities = {"a": 1}, "x", "y"
+    network.description, network.images, network.outputs = {"a": 1}, "x", ["y"]
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", lambda *arguments: opened.append(arguments) or message)
     monkeypatch.setattr(inference, "load_onnx", lambda *arguments: opened.append(arguments) or "onnx model")
     assert inference.open_checkpoint("m", "cpu", "net") == "onnx model"
@@ -128,18 +99,14 @@ def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys
         ({"model.onnx": {"size": 4, "sha256": hashlib.sha256(b"data").hexdigest()}}, False),
         ({"other.onnx": {"size": 4, "sha256": "0"}}, False),
         ({"model.onnx": {"size": 4, "sha256": "0"}}, True),
-        (UsageError("x"), False),
+        ("no description", False),
     ],
 )
-def test_sha256_of_onnx_file_is_compared_if_it_is_listed(monkeypatch, tmp_path, files, is_error):
-    def read(folder):
-        assert folder == tmp_path
-        if isinstance(files, Exception):
-            raise files
-        return {"files": files}
-
+def test_sha256_of_onnx_file_is_compared_if_it_is_listed(tmp_path, files, is_error):
     path = tmp_path / "model.onnx"
-    monkeypatch.setattr(inference, "_read_description", read)
+    (tmp_path / "model.json").write_text(
+        files if isinstance(files, str) else json.dumps(DESCRIPTION | {"files": files})
+    )
     message = rf"^{path}: damaged \(it does not match its sha256 in model.json\); export it again$"
     with pytest.raises(UsageError, match=message) if is_error else nullcontext():
         inference._check_onnx(b"data", path)
@@ -265,7 +232,7 @@ def test_model_without_captured_steps(dtype, layout):
     values = np.arange(12, dtype="float64").reshape(2, 3, 1, 2)
     batch = SimpleNamespace(as_cpu=lambda: SimpleNamespace(as_tensor=lambda: values))
     for images in (values, batch):
-        result = model.submit(images)
+        [result] = model.submit(images)
         assert result.dtype == dtype
         np.testing.assert_array_equal(result, *probabilities(values))
 

@@ -1,18 +1,15 @@
 """Inference networks of checkpoints. tests/test_export.py and tests/test_predict.py compare them with evaluations."""
 
 import pickle
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
-import paddle
 import pytest
-from paddle import static
 
+from helpers import METRICS, with_meta, write_checkpoint
 from paddle_resnet import export, models
-from paddle_resnet.checkpoints import restore
 from paddle_resnet.serving import inference, networks
-from paddle_resnet.settings import parsing
 from paddle_resnet.utils.errors import UsageError
 
 
@@ -21,65 +18,25 @@ def checkpoint(one_block, checkpoint):
     return checkpoint
 
 
-@pytest.fixture
-def loaded(monkeypatch):
-    """Replace the steps of load_checkpoint and load_fast, and return (list of their calls, flags of the checkpoint)."""
-
-    def step(name, is_rewrite=False):
-        def call(*arguments, **options):
-            if is_rewrite:
-                assert static.global_scope() is scope
-                assert name == "fold_batch_norms" or static.default_main_program() is program
-            assert (name == "add_copy") == loss_head.is_active
-            calls.append((name, arguments, options))
-            return results.get(name)
-
-        return call
-
-    @contextmanager
-    def float32_scope():
-        loss_head.is_active = True
-        yield
-        loss_head.is_active = False
-
-    args = parsing.from_dict({"num_of_class": 3, "image_shape": [3, 32, 32]})
-    program, scope = static.Program(), static.Scope()
-    network = SimpleNamespace(args=args, program=program, scope=scope, exe="exe", outputs=["p"], description={})
-    calls, results = [], {"_recorded": ("folder", "meta", args), "_load": network}
-    for name in ("_recorded", "_load", "_cast"):
-        monkeypatch.setattr(networks, name, step(name))
-    for name in ("fuse_stem", "replace_convolutions", "fuse_convolutions", "fold_batch_norms"):
-        monkeypatch.setattr(networks.folding, name, step(name, is_rewrite=True))
-    monkeypatch.setattr(networks.host_metrics, "add_copy", step("add_copy", is_rewrite=True))
-    monkeypatch.setattr(networks.quantization, "insert", step("insert", is_rewrite=True))
-    loss_head = SimpleNamespace(scope=float32_scope, is_active=False)
-    monkeypatch.setattr(networks, "loss_head", loss_head)
-    monkeypatch.setattr(networks.native, "load", step("native"))
-    monkeypatch.setattr(networks.processes, "local_gpu", lambda: 3)
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {3: (9, 0)}.get)
-    return calls, network
-
-
 @pytest.mark.parametrize(
     ("changes", "is_averaged"),
     [
         ({}, False),
         ({"world_size": 1}, True),
         ({"step": None}, True),
-        ({"trained": {}}, True),
-        ({"evaluated": {}}, True),
+        ({"trained": METRICS}, True),
+        ({"evaluated": METRICS}, True),
         ({"bn_averaged": True}, True),
         ({"bn_averaged": False}, False),
     ],
 )
-def test_bn_statistics_of_a_checkpoint_must_be_averaged(monkeypatch, tmp_path, changes, is_averaged):
+def test_bn_statistics_of_a_checkpoint_must_be_averaged(tmp_path, changes, is_averaged):
     meta = {"epoch": 2, "step": 5, "trained": None, "evaluated": None, "world_size": 2} | changes
-    monkeypatch.setattr(networks.folders, "is_checkpoint", lambda folder: True)
-    monkeypatch.setattr(networks.folders, "is_foreign", lambda folder: False)
-    monkeypatch.setattr(networks.folders, "verify", lambda folder: meta)
-    message = f"^{tmp_path}: saved after 5 steps of epoch 2, before the processes averaged their BN statistics; choose"
+    ranks = [{"loader": {"step": 5, "conditions": {}}, "meters": {}}] * meta["world_size"]
+    folder = write_checkpoint(tmp_path, "2_5", ranks=ranks, steps_each_epoch=9, **meta)
+    message = f"^{folder}: saved after 5 steps of epoch 2, before the processes averaged their BN statistics; choose"
     with nullcontext() if is_averaged else pytest.raises(UsageError, match=message):
-        assert networks._read_meta(tmp_path) is meta
+        assert networks._read_meta(folder).items() >= meta.items()
 
 
 @pytest.mark.parametrize("tta", ["none", "flip"])
@@ -103,17 +60,12 @@ def test_description_of_a_network(tta):
     assert networks._describe(args, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
 
 
-def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monkeypatch):
-    recorded, images = restore.recorded_flags, np.random.rand(2, 3, 32, 32).astype("float32")
-
-    def of_gpu(*arguments):
-        flags = recorded(*arguments)
-        flags.set("test", amp=True, kernels="native", data_layout="NHWC", dali_output_fp16=True)
-        flags.set("test", resume=True, profile_steps=(0, 1), device="gpu")
-        return flags
-
+def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, tmp_path):
+    images = np.random.rand(2, 3, 32, 32).astype("float32")
+    flags = {"amp": True, "kernels": "native", "data_layout": "NHWC", "dali_output_fp16": True}
+    flags |= {"resume": True, "profile_steps": [0, 1], "device": "gpu"}
     expected = networks.load_checkpoint(checkpoint)
-    monkeypatch.setattr(restore, "recorded_flags", of_gpu)
+    checkpoint = with_meta(checkpoint, tmp_path / "of_gpu", flags)
     network = networks.load_checkpoint(checkpoint)
     assert network.description == expected.description
     args = network.args
@@ -202,114 +154,3 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
         path.write_bytes(pickle.dumps(changed, 4))
         with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
             networks.load_checkpoint(checkpoint)
-
-
-def test_network_is_cast_in_its_scope(monkeypatch):
-    def cast(*arguments):
-        assert static.global_scope() is network.scope and static.default_main_program() is network.program
-        calls.append(arguments)
-
-    network = SimpleNamespace(program=static.Program(), scope=static.Scope(), args=SimpleNamespace(device="d"))
-    calls = []
-    monkeypatch.setattr(networks.processes, "place", lambda device: f"place of {device}")
-    monkeypatch.setattr(networks.quantization, "float32_variables", {network.program: {"a"}}.get)
-    monkeypatch.setattr(networks.precision, "cast_evaluation_program", cast)
-    networks._cast(network, "bfloat16", "O1")
-    networks._cast(network, "float16", "O2", for_gpu=True)
-    assert calls == [
-        (network.program, "place of d", "bfloat16", "O1", {"a"}, False),
-        (network.program, "place of d", "float16", "O2", {"a"}, True),
-    ]
-
-
-@pytest.mark.parametrize("qat", [False, True])
-@pytest.mark.parametrize("fold", [False, True])
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_steps_of_load_checkpoint(loaded, fold, precision, qat):
-    """A network trained with --qat is quantized after BN has been folded."""
-    calls, network = loaded
-    network.args.set("test", qat=qat, amp=True, kernels="native", data_layout="NHWC", dali_output_fp16=True)
-    assert networks.load_checkpoint("path", "gpu", True, "net.py:Net", fold, precision) is network
-    args = network.args
-    assert (args.amp, args.kernels, args.data_layout, args.dali_output_fp16) == (False, "paddle", "NCHW", False)
-    assert network.description == {"precision": precision}
-    expected = [
-        ("_recorded", ("path", "gpu", "net.py:Net"), {}),
-        ("_load", (args, "meta", "folder", 3), {"uint8": True, "quantize": qat and not fold, "features": False}),
-    ]
-    if fold:
-        expected += [("fold_batch_norms", (network.program, "exe", 1), {})]
-        expected += [("insert", (network.program,), {})] if qat else []
-    if precision == "float16":
-        expected += [("_cast", (network, "float16", "O2"), {"for_gpu": True})]
-    assert calls == expected
-
-
-@pytest.mark.parametrize("qat", [False, True])
-@pytest.mark.parametrize(
-    ("precision", "device", "tta"),
-    [("float32", "cpu", "none"), ("float32", "gpu", "flip"), ("float16", "gpu", "none"), ("bfloat16", "gpu", "none")],
-)
-def test_steps_of_load_fast(loaded, precision, device, tta, qat):
-    calls, network = loaded
-    network.args.set("test", qat=qat, amp=precision == "float32", amp_level="O1")
-    assert networks.load_fast("path", precision, device, "net.py:Net", tta) is network
-    args, is_half = network.args, precision != "float32"
-    assert (args.kernels, args.data_layout, args.cuda_graph) == ("native", "NHWC", device == "gpu")
-    assert (args.amp, args.dali_output_fp16) == (is_half, precision == "float16")
-    expected = [
-        ("_recorded", ("path", device, "net.py:Net"), {}),
-        ("native", ((9, 0) if device == "gpu" else None,), {}),
-        ("_load", (args, "meta", "folder", 4), {"quantize": qat, "mirror": tta == "flip", "features": False}),
-        *([("_cast", (network, precision, "O2"), {})] if is_half else []),
-        ("fuse_stem", (network.program,), {}),
-    ]
-    if precision == "float32":
-        expected += [("replace_convolutions", (network.program, "exe"), {})]
-    elif precision == "float16" and not qat:
-        expected += [("fuse_convolutions", (network.program, "exe"), {})]
-    assert calls == [*expected, ("add_copy", (["p"],), {})]
-
-
-@pytest.mark.parametrize(
-    ("layout", "channels", "options"),
-    [
-        *(("NCHW", 3, {}), ("NCHW", 4, {}), ("NHWC", 3, {}), ("NHWC", 4, {}), ("NCHW", 3, {"uint8": True})),
-        *(("NHWC", 3, {"mirror": True}), ("NHWC", 4, {"mirror": True})),
-    ],
-)
-def test_images_are_normalized_mirrored_and_get_a_fourth_channel(monkeypatch, layout, channels, options):
-    """The replaced network returns the values of its input as logits."""
-    calls, axis = [], 1 if layout == "NCHW" else 3
-
-    def logits(model, images, arch, classes):
-        calls.append((model, arch, classes))
-        return paddle.reshape(images, [-1, 2 * 5 * channels])
-
-    mean, std = [0.5, 0.4, 0.3], [0.5, 0.25, 1]
-    flags = {"image_shape": [channels, 2, 5], "data_layout": layout, "num_of_class": 10 * channels}
-    normalization = {"normalize_scale": 0.01, "normalize_mean": np.array(mean), "normalize_std": np.array(std)}
-    args = parsing.from_dict(flags)
-    args.set("test", **normalization)
-    model = SimpleNamespace(eval=lambda: calls.append("eval"))
-    monkeypatch.setattr(networks, "build_model", lambda *arguments: calls.append(arguments) or model)
-    monkeypatch.setattr(networks, "network_logits", logits)
-    program, _, images, probabilities, *_ = networks._build(args, **options)
-    assert calls == [("ResNet50", 10 * channels, channels, layout), "eval", (model, "ResNet50", 10 * channels)]
-    assert (images.name, probabilities.name) == ("images", "probabilities")
-    shape = (4, 3, 2, 5) if layout == "NCHW" and not options else (4, 2, 5, 3)
-    assert images.shape == (-1, *shape[1:])
-    values = np.random.default_rng(0).random(shape, np.float32)
-    versions = [values]
-    if "uint8" in options:
-        values = np.round(255 * values).astype(np.uint8)
-        versions = [((values * 0.01 - mean) / std).transpose(0, 3, 1, 2)]
-    elif "mirror" in options:
-        versions.append(np.flip(values, 2))
-    [actual] = static.Executor().run(program, {"images": values}, [probabilities])
-    padding = [(0, channels - 3) if i == axis else (0, 0) for i in range(4)]
-    expected = 0
-    for version in versions:
-        exponentials = np.exp(np.pad(version, padding).reshape(4, -1))
-        expected += exponentials / exponentials.sum(1, keepdims=True) / len(versions)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4)

@@ -382,18 +382,25 @@ def test_invalid_flags_exit_with_code_2(photos, tmp_path, capsys, flags, message
     assert not (tmp_path / "x").exists()
 
 
-def test_flags_are_passed_to_the_conversion(tmp_path, monkeypatch, capsys):
-    def converted(source, output, to, **options):
-        calls.append(options)
-        return {"val": 1}
-
-    calls = []
-    monkeypatch.setattr(convert, "convert", converted)
-    command = ["convert", "--from", str(tmp_path), "--to", "tfrecord", "--output", str(tmp_path.with_name("x"))]
-    for flags in ([], ["--resize-short", "30"], ["--resize-short", "30", "--quality", "50", "--workers", "3"]):
+def test_flags_set_size_and_quality(photos, tmp_path):
+    def image(*flags):
+        """Convert the photos with these flags and return (first image, its length in bytes)."""
+        output = tmp_path / f"converted{len(flags)}"
+        command = ["convert", "--from", str(photos), "--to", "tfrecord", "--output", str(output)]
         assert dataset.main([*command, *flags]) == 0
-    names = ("resize_short", "quality", "workers")
-    assert [[call[name] for name in names] for call in calls] == [[None, 95, None], [30, 95, None], [30, 50, 3]]
+        data, _ = contents(output)[0]
+        return Image.open(io.BytesIO(data)), len(data)
+
+    original, resized, compressed = (
+        image(),
+        image("--resize-short", "30"),
+        image("--resize-short", "30", "--quality", "50"),
+    )
+    assert [min(picture.size) for picture, _ in (original, resized, compressed)] == [min(original[0].size), 30, 30]
+    assert min(original[0].size) > 30 and compressed[1] < resized[1]
+    Image.new("RGB", (1, 1)).save(tmp_path / "quality_95.jpg", quality=95)  # the default
+    with Image.open(tmp_path / "quality_95.jpg") as expected:
+        assert resized[0].quantization == expected.quantization
 
 
 def test_source_may_have_as_many_shards_as_images(photos, tmp_path):

@@ -32,13 +32,25 @@ def test_split_assigns_each_image_once_with_fraction_per_class(source, tmp_path,
         assert [image.label for image in images] == [0] * count + [1] * count + [2] * count
 
 
-def test_flags_are_passed_to_the_split(source, tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(split, "split", lambda *arguments: calls.append(arguments) or ({"train": 1, "val": 1}, 1))
-    command = ["split", str(source), "--output", str(tmp_path / "x")]
-    for flags in ([], ["--val", "0.4", "--seed", "3"]):
-        assert dataset.main([*command, *flags]) == 0
-    assert [call[2:] for call in calls] == [(0.2, 0), (0.4, 3)]
+def test_flags_set_fraction_seed_and_grouping(source, tmp_path):
+    """Each image exists twice, so that the split with groups differs."""
+    for path in source.glob("class[01]/*"):
+        for name in (path.name, f"copy_of_{path.name}"):
+            target = tmp_path / "twice" / path.parent.name / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    flags, validation = ["--val", "0.4", "--seed", "3"], []
+    for more, values in (
+        ([], (0.2, 0, False)),
+        (flags, (0.4, 3, False)),
+        ([*flags, "--group-duplicates"], (0.4, 3, True)),
+    ):
+        folder, expected = tmp_path / f"command{len(validation)}", tmp_path / f"function{len(validation)}"
+        assert dataset.main(["split", str(tmp_path / "twice"), "--output", str(folder), *more]) == 0
+        split.split(tmp_path / "twice", expected, *values)
+        assert tree(folder) == tree(expected)
+        validation.append(set(tree(folder / "val")))
+    assert validation[0] != validation[1] != validation[2]
 
 
 def test_split_depends_only_on_names_fraction_and_seed(source, tmp_path):

@@ -14,7 +14,8 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import config, dataset, doctor, export, predict, train
-from paddle_resnet.results import comparison, reading
+from paddle_resnet import report as report_command
+from paddle_resnet.results import reading
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.errors import UsageError
@@ -24,7 +25,7 @@ TOOLS = {
     "doctor": (doctor.main, [], (doctor, "examine")),
     "export": (export.main, ["x", "y"], (export, "export")),
     "predict": (predict.main, ["x", "y"], (predict, "find_images")),
-    "report": (comparison.main, ["x"], (reading, "read")),
+    "report": (report_command.main, ["x"], (reading, "read")),
 }
 
 

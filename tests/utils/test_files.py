@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paddle_resnet import export, predict, weights
-from paddle_resnet.results import comparison
+from paddle_resnet import report as report_command
 from paddle_resnet.utils import files
 
 
@@ -125,7 +125,7 @@ def test_written_with_partial_name_is_not_flushed(tmp_path, monkeypatch):
         (predict.main, "--csv", ["model", "image.jpg", "--csv", ""]),
         (export.main, "CHECKPOINT", ["", "out"]),
         (export.main, "OUT", ["checkpoint", ""]),
-        (comparison.main, "RUN", [""]),
+        (report_command.main, "RUN", [""]),
         (weights.main, "--output", ["file", "--output", ""]),
     ],
 )

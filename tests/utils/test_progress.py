@@ -53,7 +53,7 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, run_tra
     code, received = run_in_terminal(command, 250)
     text = plain(received)
     assert code == 0, text
-    for phase in ("Paddle import", "image listing (train)", "program construction"):
+    for phase in ("Paddle import", "kernel compilation", "image listing (train)", "program construction"):
         assert re.search(rf"{re.escape(phase)}  \d+ s", text), phase
     steps = re.findall(
         r"epoch (\d) (train|val)  (loss .*?)  (?:\d+:)?\d+:\d\d left  step \d/3(  run [\d:]+)?(.*?)\s*[\r\n]", text

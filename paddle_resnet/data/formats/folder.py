@@ -9,15 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paddle_resnet.data import image_files, sniffer, split_names
-from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES, is_utf8, log_once, some
+from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES, is_system_name, is_utf8, log_once, some
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted, printable
 from paddle_resnet.utils.mode import Mode
 
 EXAMPLE = "{}/"
 NAMES = "(?P<set>{split})"
-# Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
-SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 # Suffixes of image files that cannot be read.
 _UNSUPPORTED = (
     ".heic",
@@ -292,11 +290,6 @@ def class_folders(path: str | Path) -> list[str]:
         others = ", ".join(name for name in names if is_system_name(name))
         log_once(f"{path}: {printable(others)} ignored: hidden and system folders", logger.info)
     return classes
-
-
-def is_system_name(name: str) -> bool:
-    """Return whether a name is that of a hidden folder or one of SYSTEM_FOLDERS."""
-    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def image_names(path: str | Path) -> tuple[list[str], list[str], list[tuple[str, str]]]:

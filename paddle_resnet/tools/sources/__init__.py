@@ -14,7 +14,7 @@ from pathlib import Path
 from paddle_resnet.data import classes as classes_of
 from paddle_resnet.data import layout, parquet_files, sniffer
 from paddle_resnet.data.formats import folder
-from paddle_resnet.data.images import Image
+from paddle_resnet.data.images import Image, is_system_name
 from paddle_resnet.tools import convert, split
 from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, recordio, tables, tar_shards, tfrecords
 from paddle_resnet.tools.sources.options import DEFAULT_VAL, Options
@@ -258,7 +258,7 @@ def _divided(images, classes, fraction):
 
 def _check_folder_names(source, classes):
     for name in classes:
-        if "/" in name or "\0" in name or name in ("", ".", "..") or folder.is_system_name(name):
+        if "/" in name or "\0" in name or name in ("", ".", "..") or is_system_name(name):
             raise UsageError(
                 f"{source}: the class name {name!a} is not a valid name of a class folder; use --to webdataset"
             )

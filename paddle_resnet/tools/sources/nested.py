@@ -4,10 +4,10 @@ import itertools
 import os
 from collections import defaultdict
 
-from paddle_resnet.data.formats.folder import is_system_name
-from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
+from paddle_resnet.data.image_search import SUFFIXES, walk
+from paddle_resnet.data.images import Image
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
-from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources import image_files, splits
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -26,7 +26,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         UsageError: the class folders are at different depths, or two have the same class name; images are outside class
             folders or next to the splits; or there are no training images, or none of a class.
     """
-    paths = [os.path.normpath(path) for path in _walk(source, source, set())]
+    paths = [path for path in walk(source) if path.lower().endswith(SUFFIXES)]
     if not paths:
         raise UsageError(f"{source}: contains no images in folders; use the folder that contains them")
     shared = os.path.commonpath(map(os.path.dirname, paths))
@@ -91,7 +91,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     number_of = {name: label for label, name in enumerate(ordered)}
     label_of = {parts: number_of[name] for parts, name in names.items()}
     return {
-        split: [Image(path, os.path.join(source, path), label_of[_class(parts, depth)]) for path, parts in entries]
+        split: [image_files.image(source, path, label_of[_class(parts, depth)]) for path, parts in entries]
         for split, entries in found.items()
     }, ordered
 
@@ -127,17 +127,3 @@ def _depth(source, found):
     if depth == 0:
         raise UsageError(f"{source}: contains images outside class folders; put the images into one folder per class")
     return depth
-
-
-def _walk(root, folder, seen):
-    """Yield the paths, relative to root, of the images in a folder and its subfolders, sorted. `seen` contains the
-    folders above, because a link can lead back to them."""
-    seen = seen | {os.path.realpath(folder)}
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith(".") or is_system_name(entry.name):
-            continue
-        if entry.is_dir():
-            if os.path.realpath(entry.path) not in seen:
-                yield from _walk(root, entry.path, seen)
-        elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-            yield os.path.relpath(entry.path, root)

@@ -1,9 +1,11 @@
-"""Read the rows of tables: CSV, TSV, JSON Lines, Roboflow's _classes.csv, and lists without a header.
+"""Read the rows of tables: CSV, TSV, JSON Lines, JSON and .mat files, Roboflow's _classes.csv, and lists without a
+header.
 
 All functions that read a table raise UsageError if the table is damaged, or if its columns are missing or ambiguous.
 """
 
 import csv
+import functools
 import itertools
 import json
 import os
@@ -11,8 +13,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paddle_resnet.data import sniffer
-from paddle_resnet.data.images import IMAGE_SUFFIXES, readable
+from paddle_resnet.data import image_search, record_tables, sniffer
+from paddle_resnet.data.images import readable
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils.errors import UsageError, counted
@@ -20,7 +22,7 @@ from paddle_resnet.utils.files import open_regular
 
 ROBOFLOW = "_classes.csv"
 _TEXT_LIMIT = 1 << 30  # maximum size of a table in bytes
-_SUFFIX = "|".join(re.escape(suffix) for suffix in IMAGE_SUFFIXES)
+_SUFFIX = "|".join(re.escape(suffix) for suffix in image_search.SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,13 @@ def read_lines(path: str) -> list[str]:
         raise UsageError(f"{path}: line {line} is not UTF-8; convert the file to UTF-8") from e
 
 
-def read(tables: Iterable[str], root: str, images, options: Options) -> list[Row]:
+def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, options: Options) -> list[Row]:
     """Return [Row] of all tables.
 
     Args:
         tables: paths of the tables.
         root: folder of the data set.
-        images: tables._Images of this folder, with which columns and delimiters are recognized.
+        images: images of this folder, with which columns and delimiters are recognized.
         options: Options.
     """
     rows = []
@@ -70,22 +72,34 @@ def read(tables: Iterable[str], root: str, images, options: Options) -> list[Row
         split = split_of(relative)
         if name == ROBOFLOW or (options.label_column is None and sniffer.is_one_hot(path)):
             rows += _one_hot(path, folder, split)
-        elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, images.names_one(folder), options):
+        elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, folder, images, options):
             rows += _columns(path, folder, split, images, options)
         else:
             rows += _list(path, folder, split, images, options)
     return rows
 
 
-def _has_header(path, is_image, options):
+def _has_header(path, folder, images, options):
+    is_image = functools.partial(images.is_image, folder=folder)
     names = sniffer.header(path)
     known = any(sniffer.normalized(column) in sniffer.IMAGE_COLUMNS for column in names)
-    known = known or options.image_column is not None or path.lower().endswith(".jsonl")
+    known = known or options.image_column is not None or path.lower().endswith((".jsonl", *record_tables.SUFFIXES))
     return known or (not any(map(is_image, names)) and bool(sniffer.image_columns(path, is_image)))
 
 
 def _cells(path, delimiter=None):
-    """Yield (line number, [cells]) for the header of a table, and then for each row."""
+    """Yield (place, [cells]) for the header of a table, and then for each row."""
+    if path.lower().endswith(record_tables.SUFFIXES):
+        with readable(path):
+            table = record_tables.read(path)
+        if not table.rows:
+            raise UsageError(
+                f"{path}: {table.content}, not images with labels; write labels.csv with the columns "
+                "file_name and label, and import it"
+            )
+        yield path, table.header
+        yield from ((f"{path}: record {i}", row) for i, row in enumerate(table.rows))
+        return
     lines = read_lines(path)
     if path.lower().endswith(".jsonl"):
         header = None
@@ -100,8 +114,8 @@ def _cells(path, delimiter=None):
                 raise UsageError(f"{path}: line {number} is not a JSON object; correct it")
             if header is None:
                 header = [*values]
-                yield 0, header
-            yield number, ["" if values.get(name) is None else _text(values[name]) for name in header]
+                yield path, header
+            yield f"{path}: line {number}", [record_tables.text(values.get(name)) for name in header]
         return
     reader = csv.reader((f"{line}\n" for line in lines), delimiter=_delimiter(path, lines, delimiter))
     try:
@@ -115,13 +129,9 @@ def _cells(path, delimiter=None):
                     f"{path}: line {reader.line_num} has {counted(len(row), 'column')} instead of {width}; correct it, "
                     "or choose --delimiter"
                 )
-            yield reader.line_num, [cell.strip() for cell in row]
+            yield f"{path}: line {reader.line_num}", [cell.strip() for cell in row]
     except csv.Error as e:
         raise UsageError(f"{path}: line {reader.line_num} cannot be read ({e}); correct it") from e
-
-
-def _text(value):
-    return str(value) if isinstance(value, str | int | float) else json.dumps(value)
 
 
 def _delimiter(path, lines, delimiter):
@@ -135,7 +145,7 @@ def _delimiter(path, lines, delimiter):
 def _columns(path, folder, split, images, options):
     """Return [Row] of a table with a header."""
     cells = _cells(path, options.delimiter)
-    _, header = next(cells, (0, []))
+    _, header = next(cells, (path, []))
     cells = [*cells]
     known = [*map(sniffer.normalized, header)]
 
@@ -153,9 +163,9 @@ def _columns(path, folder, split, images, options):
     # The columns whose first value is an image, if possible with a known name. Several columns, such as id and path,
     # may name the same image.
     at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
-    first = {i: images.find(Row(cells[0][1][i], "", split, "", folder)) for i in range(len(header)) if cells}
+    first = {i: images.find(cells[0][1][i], folder, split) for i in range(len(header)) if cells}
     named = [i for i in at_images if first.get(i)]
-    at_images = named or sniffer.image_columns(path, images.names_one(folder)) or at_images
+    at_images = named or sniffer.image_columns(path, functools.partial(images.is_image, folder=folder)) or at_images
     if len({tuple(first.get(i, [i])) for i in at_images}) == 1:
         at_images = at_images[:1]
     at_image = index("--image-column", options.image_column, at_images)
@@ -174,8 +184,7 @@ def _columns(path, folder, split, images, options):
     if at_split is None:  # a column with a different name, such as Usage, that contains nothing but names of splits
         at_split = index("--split-column", None, _columns_of_splits(cells, {at_image, at_label}))
     rows = []
-    for number, row in cells:
-        place = f"{path}: line {number}"
+    for place, row in cells:
         own = split
         if at_split is not None:
             own = _split_value(header[at_split], row[at_split])
@@ -198,29 +207,29 @@ def _columns_of_splits(cells, excluded):
 def _split_value(column, value):
     """Return the split that a value in a split column means, or None if it is unknown."""
     if _is_flag(column):
-        other = "test" if sniffer.normalized(column) == "istest" else "val"
+        other = "test" if sniffer.normalized(column) in ("istest", "test") else "val"
         return {"1": other, "true": other, "0": "train", "false": "train"}.get(value.lower())
     return SPLIT_OF.get(value.lower())
 
 
 def _is_flag(column):
     """Return whether a split column contains 0 or 1, such as fastai's is_valid."""
-    return sniffer.normalized(column).startswith("is")
+    return sniffer.normalized(column).startswith("is") or sniffer.normalized(column) == "test"
 
 
 def _one_hot(path, folder, split):
     """Return [Row] of Roboflow's _classes.csv: the name of the image, and one column with 0 or 1 for each class."""
     cells = _cells(path)
-    _, header = next(cells, (0, []))
+    _, header = next(cells, (path, []))
     rows = []
-    for number, (image, *flags) in cells:
+    for place, (image, *flags) in cells:
         flags = [*map(sniffer.flag, flags)]
         if None in flags or sum(flags) != 1:
             raise UsageError(
-                f"{path}: line {number} does not contain exactly one 1 and otherwise 0; the import writes one label "
+                f"{place} does not contain exactly one 1 and otherwise 0; the import writes one label "
                 "per image, so correct or remove the line"
             )
-        rows.append(Row(image, header[1 + flags.index(1)], split, f"{path}: line {number}", folder))
+        rows.append(Row(image, header[1 + flags.index(1)], split, place, folder))
     return rows
 
 
@@ -241,12 +250,12 @@ def _list(path, folder, split, images, options):
 
     def works(line, delimiter):
         cells = parts(line, delimiter)
-        return len(cells) == 2 and bool(images.find(Row(cells[0], "", split, "", folder)))
+        return len(cells) == 2 and bool(images.find(cells[0], folder, split))
 
     if lines and not any(works(line, d) for _, line in lines[:20] for d in delimiters):
         paths = [line.strip() for _, line in lines]
-        folders = [os.path.basename(os.path.dirname(path)) for path in paths]
-        if all(folders) and any(images.find(Row(path, "", split, "", folder)) for path in paths[:20]):
+        folders = _folder_labels(paths)
+        if all(folders) and any(images.find(path, folder, split) for path in paths[:20]):
             places = (f"{path}: line {number}" for number, _ in lines)
             return [Row(*row, folder) for row in zip(paths, folders, itertools.repeat(split), places)]
     # The delimiter is the first one that separates an existing image from its label in one of the first 20 lines.
@@ -261,6 +270,17 @@ def _list(path, folder, split, images, options):
             )
         rows.append(Row(*cells, split, f"{path}: line {number}", folder))
     return rows
+
+
+def _folder_labels(paths):
+    """Return the label of each path of a list: the name of its folder or, if folders at different places have the same
+    name, the folders below the ones that all share, without those of splits, joined by _."""
+    folders = [[part for part in path.split("/")[:-1] if part.lower() not in SPLIT_OF] for path in paths]
+    if len({parts[-1] for parts in folders if parts}) == len({*map(tuple, folders)}):
+        return [parts[-1] if parts else "" for parts in folders]
+    shared = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*folders, strict=False))
+    common = len([*shared])
+    return ["_".join(parts[common:]) for parts in folders]
 
 
 def _row_of_mxnet(line, split, place, folder):

@@ -5,15 +5,18 @@ that are numbers remain unchanged, unless a file with class names contains the n
 numbered in the order of this file or, without it, in sorted order.
 """
 
+import contextlib
+import functools
 import os
 import re
 from collections import defaultdict
 
-from paddle_resnet.data import sniffer
+from paddle_resnet.data import record_tables, sniffer
 from paddle_resnet.data.classes import label_names
+from paddle_resnet.data.image_search import ELSEWHERE, SUFFIXES, ImageSearch
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
-from paddle_resnet.tools.sources import official, table_files
+from paddle_resnet.tools.sources import image_files, official, table_files, table_sets
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, Row
 from paddle_resnet.utils import logger
@@ -22,7 +25,6 @@ from paddle_resnet.utils.errors import UsageError, counted
 _ANNOTATIONS = ("annotations", "annotation", "labels", "label")  # folders of tables
 _SUBFOLDERS = 50  # subfolders of a folder with more than this number are not searched for images
 _NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
-_ELSEWHERE = re.compile(r"/|[a-z]:[\\/]|[a-z0-9]+://", re.IGNORECASE)  # start of an absolute path or a URL
 
 
 def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
@@ -40,11 +42,11 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     """
     is_file = os.path.isfile(source)
     root = os.path.dirname(source) or "." if is_file else source
-    images = _Images(root)
+    images = ImageSearch(root)
     rows, names = (
         _rows_of_folder(root, images, options)
         if not is_file
-        else (table_files.read([source], root, images, options), None)
+        else (table_files.read(_with_other_splits(source, images, options), root, images, options), None)
     )
     if not rows:
         raise UsageError(f"{source}: contains no rows with images; choose a different table")
@@ -54,15 +56,37 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     if not rows:
         raise UsageError(f"{source}: none of the images is in {root}; use the folder that contains the images")
     tables = {row.place.rpartition(": ")[0] for row in rows}
-    names = names or label_names(root, tables)
+    names = names or _names_of(root, rows, tables)
     labels, names = _numbered(source, rows, names)
     splits = defaultdict(list)
     for row, label, path in zip(rows, labels, filter(None, paths), strict=True):
-        splits[row.split].append(Image(path, os.path.join(root, path), label))
+        splits[row.split].append(image_files.image(root, path, label))
     if "train" not in splits:
         raise UsageError(f"{source}: contains no training images; import the table of the training images")
     _check_validation(source, splits, names)
     return {split: splits[split] for split in ("train", "val") if split in splits}, names
+
+
+def _names_of(root, rows, tables):
+    """Return the result of classes.label_names for the first folder with a file of class names: the root or a folder of
+    the tables. JSON and .mat files count only if they contain the names of all labels."""
+    folders = [*dict.fromkeys([os.path.normpath(root), *map(os.path.dirname, sorted(tables))])]
+    for folder in folders:
+        if names := label_names(folder, tables):
+            return names
+    labels = {row.label for row in rows}
+    found = {}
+    for path in (path for folder in folders for path in _listed(folder)):
+        if path.lower().endswith(record_tables.SUFFIXES) and os.path.isfile(path):
+            with contextlib.suppress(UsageError, OSError):  # a file of a different program
+                names, first = record_tables.class_names(path) or ([], None)
+                numbers = {str(i) for i in range(first or 0, (first or 0) + len(names) + (first is None))}
+                if names and (labels <= numbers or labels <= {*names}):
+                    found[tuple(names), first] = path
+    if len(found) > 1:
+        shown = " and ".join(map(os.path.basename, found.values()))
+        raise UsageError(f"{root}: {shown} contain different class names; keep one of them")
+    return next(((path, [*names], first) for (names, first), path in found.items()), None)
 
 
 def _check_validation(source, splits, names):
@@ -86,90 +110,13 @@ def _chosen(source, rows):
     return [Row(row.image, row.label, rename[row.split], row.place, row.folder) for row in rows if rename[row.split]]
 
 
-class _Images:
-    """The image files at most two levels below a folder. Each folder is listed only once."""
-
-    def __init__(self, root):
-        self._root = root
-        self._listed = {}
-        self._sorted = {}  # {split: result of _by_preference}
-        self._folders = [*self._subfolders("")]
-        self._folders += [below for folder in self._folders for below in self._subfolders(folder)]
-
-    def _subfolders(self, folder):
-        path = os.path.join(self._root, folder)
-        names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-        return [os.path.join(folder, name) for name in names] if len(names) <= _SUBFOLDERS else []
-
-    def _names(self, folder):
-        """Return {key: [names of files]} of a folder. A key is the name of a file, or the name of an image file without
-        its suffix."""
-        if folder not in self._listed:
-            names = defaultdict(list)
-            path = os.path.join(self._root, folder)
-            if os.path.isdir(path):
-                for entry in os.scandir(path):
-                    if entry.is_file():
-                        names[entry.name].append(entry.name)
-                        stem, suffix = os.path.splitext(entry.name)
-                        if suffix.lower() in IMAGE_SUFFIXES:
-                            names[stem].append(entry.name)
-            self._listed[folder] = names
-        return self._listed[folder]
-
-    def _by_preference(self, split):
-        """Return (folders named like the split, all other folders)."""
-        if split not in self._sorted:
-            same = [folder for folder in self._folders if split_of(folder) == split]
-            self._sorted[split] = same, [folder for folder in self._folders if folder not in same]
-        return self._sorted[split]
-
-    def find(self, row):
-        """Return the paths, relative to the root, of the files that a row may mean, from the first place that contains
-        any: the folder of the table, the root, the folders named like the split, or all other folders."""
-        image = row.image
-        if os.path.isabs(image):
-            image = os.path.relpath(image, os.path.abspath(self._root))
-        if image.startswith("..") or "/../" in image or _ELSEWHERE.match(image):
-            return self._moved(row) if _ELSEWHERE.match(row.image) else []
-        for folders in ([row.folder], [""], *self._by_preference(row.split)):
-            found = []
-            for folder in folders:
-                parent, name = os.path.split(os.path.normpath(os.path.join(folder, image)))
-                found += [os.path.join(parent, file) for file in self._names(parent).get(name, [])]
-            if found:
-                return list(dict.fromkeys(found))
-        return self.find(Row(image.replace("\\", "/"), *_rest(row))) if "\\" in image else []
-
-    def _moved(self, row):
-        """Return the result of find() for the longest end of a path on a different computer that exists here."""
-        parts = re.split(r"[\\/]+", row.image)[1:]
-        if ".." in parts:
-            return []
-        ends = ("/".join(parts[start:]) for start in range(len(parts)))
-        return next((found for end in ends if end and (found := self.find(Row(end, *_rest(row))))), [])
-
-    def names_one(self, folder):
-        """Return a function that tells whether a cell of a table in `folder` is the path, name or id of an image."""
-
-        def is_image(cell):
-            found = self.find(Row(cell.strip(), "", None, "", folder)) if cell.strip() else []
-            return any(path.lower().endswith(IMAGE_SUFFIXES) for path in found)
-
-        return is_image
-
-
-def _rest(row):
-    return row.label, row.split, row.place, row.folder
-
-
 def _found(root, rows, images, allow_partial):
     """Return the path, relative to the root, of the image of each row, or None if it is missing and `allow_partial` is
     set. Raise UsageError if an image is missing without `allow_partial`, is ambiguous or occurs twice, or if a file is
     not an image."""
     paths, missing, place_of = [], [], {}
     for row in rows:
-        found = images.find(row)
+        found = images.find(row.image, row.folder, row.split)
         if len(found) > 1:
             raise UsageError(f"{row.place}: {row.image} matches {' and '.join(found[:5])}; write the path of one")
         if not found:
@@ -177,16 +124,20 @@ def _found(root, rows, images, allow_partial):
             paths.append(None)
             continue
         (path,) = found
-        if not path.lower().endswith(IMAGE_SUFFIXES):
+        if not path.lower().endswith(SUFFIXES):
             raise UsageError(
-                f"{row.place}: {path} is not an image with a name that ends in {', '.join(IMAGE_SUFFIXES)}; "
+                f"{row.place}: {path} is not an image with a name that ends in {', '.join(SUFFIXES)}; "
                 "convert it, or remove the line"
             )
         if path in place_of:
-            raise UsageError(f"{row.place}: {row.image} is also in {place_of[path]}; remove one of the lines")
-        if not place_of and _ELSEWHERE.match(row.image) and not os.path.exists(row.image):
+            place, label = place_of[path]
+            remedy = "remove one of the lines"
+            if label != row.label:
+                remedy += ", or, if images have several classes, train with --multi-label (docs/multilabel.md)"
+            raise UsageError(f"{row.place}: {row.image} is also in {place}; {remedy}")
+        if not place_of and ELSEWHERE.match(row.image) and not os.path.exists(row.image):
             logger.warn(f"{row.place}: {row.image} does not exist; {path} in {root}, the longest end of it, is used")
-        place_of[path] = row.place
+        place_of[path] = row.place, row.label
         paths.append(path)
     if missing:
         more = f", nor are the images of {counted(len(missing) - 1, 'more row')}" if len(missing) > 1 else ""
@@ -298,44 +249,56 @@ def _rows_of_folder(root, images, options):
 
 def _tables(root, images, options):
     """Return the paths of the tables in a folder: one table without a split, or one for each split; [] if there are
-    none. Raise UsageError if there are several tables for a split."""
+    none. Raise UsageError if several tables of a split contradict each other."""
     folders = [
         "",
         *(name for name in sorted(os.listdir(root)) if split_of(name) and os.path.isdir(os.path.join(root, name))),
     ]
     names = sorted(os.listdir(root))
+    alone = _without_images(root, folders)
     groups = (
         [os.path.join(root, f, name) for f in folders for name in ("metadata.csv", "metadata.jsonl")],
         [os.path.join(root, f, ROBOFLOW) for f in folders],
         *(
             [path for f in group for path in _listed(os.path.join(root, f)) if _has_columns(path, f, images, options)]
-            for group in ([""], folders[1:], _ANNOTATIONS, _without_images(root, folders))
+            for group in ([""], folders[1:], _ANNOTATIONS, alone)
         ),
         [os.path.join(root, name) for name in names if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)],
         [os.path.join(root, name) for name in names if name.endswith(".txt") and name[:-4].lower() in SPLIT_OF],
         [os.path.join(root, "meta", f"{name}.txt") for name in SPLIT_OF],
+        [path for path in _listed(root) if path.endswith(".lst") and sniffer.is_list(path, images.is_image)],
         *(
-            [path for path in _listed(root) if path.endswith(ending) and sniffer.is_list(path, images.names_one(""))]
-            for ending in (".lst", ".txt")
+            [path for f in group for path in _listed(os.path.join(root, f)) if is_list(path, images)]
+            for group in ([""], alone)
+            for is_list in (_is_path_list, _is_list)
         ),
     )
     for group in groups:
-        tables = [path for path in group if os.path.isfile(path)]
-        if not tables:
-            continue
-        of_split = defaultdict(list)
-        for path in tables:
-            of_split[split_of(os.path.relpath(path, root)) or "train"].append(path)
-        for _, paths in sorted(of_split.items(), key=lambda item: item[0] != "train"):
-            if len(paths) > 1:
-                shown = ", ".join(os.path.relpath(path, root) for path in paths[:5])
-                example = next((path for path in paths if split_of(os.path.basename(path))), paths[0])
-                raise UsageError(
-                    f"{root}: contains several tables ({shown}); import one of them, such as {example}, or move the "
-                    "others to a different folder"
-                )
-        return tables
+        if tables := [path for path in group if os.path.isfile(path)]:
+            return table_sets.chosen(root, tables, lambda paths: table_files.read(paths, root, images, options))
     return []
+
+
+def _with_other_splits(path, images, options):
+    """Return the path of a table, and those of the tables of the other splits next to it."""
+    others = table_sets.other_splits(path)
+    usable = [
+        other
+        for other in others
+        if _has_columns(other, "", images, options)
+        or any(is_list(other, images) for is_list in (_is_path_list, _is_list))
+    ]
+    if usable:
+        logger.info(f"{path}: {', '.join(map(os.path.basename, usable))} next to it contains the other splits")
+    return [path, *usable]
+
+
+def _is_list(path, images):
+    return path.endswith(".txt") and sniffer.is_list(path, images.is_image)
+
+
+def _is_path_list(path, images):
+    return path.endswith(".txt") and sniffer.is_path_list(path, images.is_image)
 
 
 def _without_images(root, excluded):
@@ -355,5 +318,5 @@ def _listed(folder):
 
 def _has_columns(path, folder, images, options):
     return path.lower().endswith(sniffer.TABLE_SUFFIXES) and sniffer.is_table(
-        path, options.image_column, options.label_column, images.names_one(folder)
+        path, options.image_column, options.label_column, functools.partial(images.is_image, folder=folder)
     )

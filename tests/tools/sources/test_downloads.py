@@ -1,7 +1,6 @@
 """Layouts of published data sets and annotation tools. Each remedy is obeyed; labels are compared with the pixels."""
 
 import csv
-import functools
 import io
 import json
 
@@ -212,38 +211,6 @@ def test_labels_that_differ_in_case_are_reported(tmp_path, capsys):
     table(["file_name", "label"], lambda k, n, _: [n, NAMES[k].title() if n[2] == "3" else NAMES[k]])(tmp_path)
     assert len(sources.read(tmp_path)[2]) == 8
     assert "warning: the labels Cock and cock differ only in case, and are different classes" in capsys.readouterr().err
-
-
-def test_other_tables_are_moved(tmp_path, capsys):
-    """GTSRB of Kaggle has a table of the classes' icons."""
-    for split, name in (("train", "Train"), ("val", "Test")):
-        columns = ["Width", "ClassId", "Path"]
-        cells = functools.partial(lambda name, k, n, s: [28, k, f"{name}/{n}.png"], name)
-        table(columns, cells, f"{name}.csv", name, (split,), ".png")(tmp_path / "x")
-    put(tmp_path / "x/Meta.csv", "Path,ClassId\nMeta/0.png,0\n")
-    error = error_of_import(tmp_path / "x", capsys)
-    example = f"such as {tmp_path}/x/Train.csv, or move the others to a different folder"
-    assert f"contains several tables (Meta.csv, Train.csv); import one of them, {example}" in error
-    put(tmp_path / "Meta.csv", (tmp_path / "x/Meta.csv").read_bytes())  # obey the message
-    (tmp_path / "x/Meta.csv").unlink()
-    _, splits, _ = sources.read(tmp_path / "x")
-    assert tuple(len(splits[split]) for split in SPLITS) == GIVEN
-    assert all(map(colors_match, splits.values()))
-
-
-def test_lists_of_several_kinds_of_classes(tmp_path, capsys):
-    """FGVC-Aircraft has lists of manufacturers, families and variants."""
-    for split in SPLITS:
-        put_images(tmp_path / "x", split, lambda k, name: f"images/{name}.jpg")
-        for kind, label in (("family", "family {}"), ("variant", "{} x")):
-            lines = (f"{name} {label.format(NAMES[k])}\n" for k, name in items(split))
-            put(tmp_path / f"x/images_{kind}_{split}.txt", "".join(lines))
-    assert "(images_family_train.txt, images_variant_train.txt)" in error_of_import(tmp_path / "x", capsys)
-    for split in SPLITS:  # obey the message
-        (tmp_path / f"x/images_family_{split}.txt").unlink()
-    _, splits, classes = sources.read(tmp_path / "x")
-    assert classes == [f"{name} x" for name in NAMES]
-    assert all(map(colors_match, splits.values()))
 
 
 def test_folder_below_is_named_by_the_list(tmp_path, capsys):

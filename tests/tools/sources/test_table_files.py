@@ -26,24 +26,26 @@ def test_split_in_names(name, split):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("id,label\n a , b c \n\n", [(1, ["id", "label"]), (2, ["a", "b c"])]),
-        ("id;label\na;b,c\n", [(1, ["id", "label"]), (2, ["a", "b,c"])]),
-        ('id,label\n"a,b","c\nd"\n', [(1, ["id", "label"]), (3, ["a,b", "c\nd"])]),
-        ("\ufeffid\tlabel\r\na\tb\r\n", [(1, ["id", "label"]), (2, ["a", "b"])]),
+        ("id,label\n a , b c \n\n", [("line 1", ["id", "label"]), ("line 2", ["a", "b c"])]),
+        ("id;label\na;b,c\n", [("line 1", ["id", "label"]), ("line 2", ["a", "b,c"])]),
+        ('id,label\n"a,b","c\nd"\n', [("line 1", ["id", "label"]), ("line 3", ["a,b", "c\nd"])]),
+        ("\ufeffid\tlabel\r\na\tb\r\n", [("line 1", ["id", "label"]), ("line 2", ["a", "b"])]),
         ("", []),
     ],
 )
 def test_cells_and_line_numbers_of_a_table(tmp_path, text, expected):
+    path = str(tmp_path / "a.csv")
     put(tmp_path / "a.csv", text)
-    assert [*table_files._cells(str(tmp_path / "a.csv"))] == expected
+    assert [*table_files._cells(path)] == [(f"{path}: {place}", cells) for place, cells in expected]
 
 
 def test_values_of_json_lines_become_text(tmp_path):
     put(tmp_path / "a.jsonl", '{"a": 1, "b": null, "c": [1]}\n\n{"c": "x", "a": 2.5}\n')
-    assert [*table_files._cells(str(tmp_path / "a.jsonl"))] == [
-        (0, ["a", "b", "c"]),
-        (1, ["1", "", "[1]"]),
-        (3, ["2.5", "", "x"]),
+    path = str(tmp_path / "a.jsonl")
+    assert [*table_files._cells(path)] == [
+        (path, ["a", "b", "c"]),
+        (f"{path}: line 1", ["1", "", "[1]"]),
+        (f"{path}: line 3", ["2.5", "", "x"]),
     ]
 
 

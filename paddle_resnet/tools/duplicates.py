@@ -1,0 +1,342 @@
+"""`python -m paddle_resnet.dataset duplicates`: find validation images that are also, or nearly, in train.
+
+Images are compared by a perceptual hash, or by features that the caller computes with a network. Both searches need
+memory that grows with the number of images, not with the number of pairs. Worker processes import this module, because
+it imports neither Paddle nor DALI.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import multiprocessing
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image as Pillow
+from PIL import UnidentifiedImageError
+
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.images import Image
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.data.skip_list import skip_list_line
+from paddle_resnet.serving import preprocessing
+from paddle_resnet.utils import outputs, signals
+from paddle_resnet.utils.errors import UsageError, core, counted, printable
+from paddle_resnet.utils.mode import Mode
+from paddle_resnet.utils.numbers import AUTO
+
+# Defaults of --distance and --similarity, from the 6.7 million pairs of 3,670 photographs of five flowers. Hashes: 23
+# pairs had at most this distance, all of the same photograph or scene; of the 10 pairs with distance 8, 4 were not.
+# Features of EfficientNet-Lite0: 17 pairs had at least this similarity, all of the same scene.
+DISTANCE, SIMILARITY = 6, 0.95
+MAX_DISTANCE = 15  # beyond, most pairs are unrelated
+SIDE, FREQUENCIES = 32, 8  # pixels and frequencies per direction of the perceptual hash
+FILE, PIXELS, SIMILAR = "same file", "same pixels", "similar"
+SHOWN = 50  # maximum number of pairs to print
+_BANDS, _BAND_BITS = 4, 16  # parts of a hash, see neighbors
+_BLOCK = 1 << 16  # hashes to look up at once
+_SETS = np.array([i.bit_count() for i in range(1 << _BAND_BITS)], np.uint8)  # number of bits of each part
+_DCT = np.cos(np.pi * (2 * np.arange(SIDE) + 1) * np.arange(FREQUENCIES)[:, None] / (2 * SIDE))
+_CONTEXT = multiprocessing.get_context("spawn")
+_PER_WORKER = 256  # minimum number of images per worker process, because starting a process takes a second
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A validation image and the training image that is most similar to it.
+
+    Attributes:
+        kind: FILE, PIXELS or SIMILAR.
+        distance: number of differing bits of the perceptual hashes; or 1 minus the cosine similarity of the features.
+        val, train: names of the images (Image.name).
+        val_label, train_label: their labels; None if unknown (--multi-label).
+        matches: number of training images that are similar to the validation image.
+    """
+
+    kind: str
+    distance: float
+    val: str
+    val_label: int | None
+    train: str
+    train_label: int | None
+    matches: int
+
+
+@dataclass
+class Report:
+    """The result of a search.
+
+    Attributes:
+        images: {"train": number of compared images, "val": ...}.
+        pairs: Pair of each validation image with a duplicate, the closest first.
+        unreadable: {name of an image that could not be compared: reason}.
+    """
+
+    images: dict[str, int]
+    pairs: list[Pair]
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+def list_images(
+    root: str | Path, allow_outside: bool = False, label_offset: int | str = AUTO, is_multi_label: bool = False
+) -> dict[Mode, list[Image]]:
+    """Return the images of both splits of a data set in any format.
+
+    Raises:
+        UsageError: root is not a folder, lacks a split, or a split has no images or cannot be used.
+    """
+    data = DataRoot(root, AUTO, allow_outside, label_offset, is_multi_label=is_multi_label)
+    images = {mode: data.listed(mode) if is_multi_label else data.images(mode)[1] for mode in Mode}
+    for mode, listed in images.items():
+        if not listed:
+            raise UsageError(f"{root}: the {mode.value} split is empty; add images, or use a different folder")
+    return images
+
+
+def perceptual_hash(picture: Pillow.Image) -> int:
+    """Return the perceptual hash of an opened image file, 64 bits. As in pHash and the package imagehash, bit i is 1 if
+    the i-th of the lowest frequencies of the grayscale image, reduced to 32 x 32 pixels, is above their median. The
+    hash does not depend on size, compression, or moderate changes of brightness and contrast.
+
+    Raises:
+        Exception: see preprocessing.upright_rgb.
+    """
+    upright = Pillow.fromarray(preprocessing.upright_rgb(picture))
+    gray = np.asarray(upright.convert("L").resize((SIDE, SIDE), Pillow.Resampling.BOX), np.float64)
+    frequencies = _DCT @ gray @ _DCT.T
+    bits = frequencies > np.median(frequencies)
+    return int.from_bytes(np.packbits(bits).tobytes(), "big")
+
+
+def describe(image: Image) -> tuple[int | None, int | None, str | None]:
+    """Return (perceptual hash, label, None) of an image, or (None, None, reason) if it cannot be read."""
+    try:
+        data, label = read_image(image)
+    except OSError as e:
+        return None, None, f"cannot be read ({e.strerror})"
+    except UsageError as e:
+        return None, None, f"cannot be read ({e})"
+    try:
+        with warnings.catch_warnings():  # such as those about transparency and about large images
+            warnings.simplefilter("ignore")
+            return perceptual_hash(Pillow.open(io.BytesIO(data))), None if label is None else int(label), None
+    except UnidentifiedImageError:  # its message contains an address
+        return None, None, "is not in an image format that Pillow supports"
+    except Exception as e:  # the errors of Pillow have no common base class
+        return None, None, f"cannot be decoded by Pillow ({core(e)})"
+
+
+def describe_all(images: Sequence[Image], workers: int | None = None) -> Iterator[tuple]:
+    """Yield the results of describe() in order. `workers` is the maximum number of processes, by default the number of
+    cores."""
+    workers = min(workers or len(os.sched_getaffinity(0)), len(images) // _PER_WORKER)
+    if workers < 2:
+        yield from map(describe, images)
+        return
+    with ProcessPoolExecutor(workers, _CONTEXT, signals.die_with_parent, (os.getpid(),)) as pool:
+        with signals.deferred():
+            results = pool.map(describe, images, chunksize=64)
+        yield from results
+
+
+def by_hash(images: dict[Mode, list[Image]], distance: int = DISTANCE, workers: int | None = None) -> Report:
+    """Find the validation images whose perceptual hash differs by at most `distance` bits from that of a training
+    image. For `images`, see list_images; for `workers`, see describe_all."""
+    results = describe_all([image for mode in Mode for image in images[mode]], workers)
+    kept, labels, hashes = ({mode: [] for mode in Mode} for _ in range(3))
+    unreadable = {}
+    for mode in Mode:
+        for image, (value, label, problem) in zip(images[mode], results, strict=False):
+            if problem is None:
+                kept[mode].append(image)
+                labels[mode].append(label)
+                hashes[mode].append(value)
+            else:
+                unreadable[image.name] = problem
+    hashes = {mode: np.array(values, np.uint64) for mode, values in hashes.items()}
+    closest = closest_hashes(hashes[Mode.EVAL], hashes[Mode.TRAIN], distance)
+    return _report(kept, labels, closest, unreadable)
+
+
+def closest_hashes(queries: np.ndarray, references: np.ndarray, distance: int) -> list[tuple[int, int, int, int]]:
+    """Return (index of the query, index of the closest reference, distance, number of references within the distance)
+    for each query, uint64 [N], that has a reference, uint64 [M], within the distance."""
+    unique, first, counts = np.unique(references, return_index=True, return_counts=True)
+    asked, which = np.unique(queries, return_inverse=True)
+    best = np.full(len(asked), MAX_DISTANCE + 1)
+    found, matches = np.zeros(len(asked), np.int64), np.zeros(len(asked), np.int64)
+    for query, reference, differing in neighbors(asked, unique, distance):
+        matches += np.bincount(query, counts[reference], len(asked)).astype(np.int64)
+        order = np.argsort(-differing, kind="stable")  # of several assignments to an element, the last one counts
+        query, reference, differing = (each[order] for each in (query, reference, differing))
+        closer = differing < best[query]
+        best[query[closer]], found[query[closer]] = differing[closer], reference[closer]
+    return [(i, int(first[found[k]]), int(best[k]), int(matches[k])) for i, k in enumerate(which) if matches[k]]
+
+
+def neighbors(
+    queries: np.ndarray, references: np.ndarray, distance: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield (indexes of queries, indexes of references, distances) for all pairs of hashes that differ by at most
+    `distance` bits, each pair once. `queries` and `references` are uint64.
+
+    If two hashes differ by at most d bits, one of their four parts differs by at most d / 4 bits (multi-index hashing:
+    Norouzi et al., arXiv:1307.2982). So each query looks up only the references with these parts."""
+    radius = distance // _BANDS
+    masks = [mask for mask, bits in enumerate(_SETS) if bits <= radius]
+    for band in range(_BANDS):
+        keys = _part(references, band)
+        order = np.argsort(keys, kind="stable")
+        starts = np.searchsorted(keys[order], np.arange((1 << _BAND_BITS) + 1))
+        for at in range(0, len(queries), _BLOCK):
+            own = _part(queries[at : at + _BLOCK], band)
+            for mask in masks:
+                first, after = starts[own ^ mask], starts[(own ^ mask) + 1]
+                counts = after - first
+                query = np.repeat(np.arange(at, at + len(own)), counts)
+                places = np.arange(len(query)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+                reference = order[places]
+                differing = queries[query] ^ references[reference]
+                parts = np.array([_SETS[_part(differing, each)] for each in range(_BANDS)])
+                total = parts.sum(axis=0, dtype=np.int64)
+                is_new = (parts[:band] > radius).all(axis=0)  # an earlier part has not found the pair
+                kept = (total <= distance) & is_new
+                if kept.any():
+                    yield query[kept], reference[kept], total[kept]
+
+
+def _part(hashes, band):
+    return ((hashes >> np.uint64(band * _BAND_BITS)) & np.uint64((1 << _BAND_BITS) - 1)).astype(np.int64)
+
+
+def groups(hashes: Sequence[int], distance: int = DISTANCE) -> list[int]:
+    """Return a group number for each perceptual hash. Two hashes that differ by at most `distance` bits are in the same
+    group, and so are hashes that a chain of such pairs connects."""
+    unique, inverse = np.unique(np.array(hashes, np.uint64), return_inverse=True)
+    parent = list(range(len(unique)))
+
+    def root(i):
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for first, second, _ in neighbors(unique, unique, distance):
+        for a, b in zip(first.tolist(), second.tolist(), strict=True):
+            if a < b:
+                parent[root(b)] = root(a)
+    return [root(i) for i in inverse.tolist()]
+
+
+def by_features(
+    images: dict[Mode, list[Image]],
+    features_of: Callable[[list[Image]], Iterable[tuple[list[tuple[Image, str | None]], np.ndarray]]],
+    similarity: float = SIMILARITY,
+) -> Report:
+    """Find the validation images whose features have at least this cosine similarity with those of a training image.
+    Only the features of the validation images are kept in memory.
+
+    Args:
+        images: see list_images.
+        features_of: function that yields ([(image, problem or None)], features of the images without a problem, float32
+            [N, channels] with L2 norm 1) for batches of images.
+        similarity: minimum cosine similarity.
+    """
+    unreadable, kept = {}, {mode: [] for mode in Mode}
+
+    def batches(mode):
+        for checked, features in features_of(images[mode]):
+            unreadable.update({image.name: problem for image, problem in checked if problem is not None})
+            found = [image for image, problem in checked if problem is None]
+            if found:
+                yield len(kept[mode]), features
+                kept[mode] += found
+
+    rows = [features for _, features in batches(Mode.EVAL)]
+    val = np.concatenate(rows) if rows else None
+    count = 0 if val is None else len(val)
+    best, found, matches = np.full(count, -np.inf), np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for start, features in batches(Mode.TRAIN):
+        if val is None:
+            continue
+        cosines = val @ features.T
+        matches += (cosines >= similarity).sum(axis=1)
+        place = cosines.argmax(axis=1)
+        value = np.take_along_axis(cosines, place[:, None], axis=1)[:, 0]
+        closer = value > best
+        best[closer], found[closer] = value[closer], start + place[closer]
+    closest = [
+        (i, int(found[i]), max(0.0, 1 - float(best[i])), int(matches[i])) for i in np.flatnonzero(matches).tolist()
+    ]
+    labels = {mode: [image.label for image in kept[mode]] for mode in Mode}
+    return _report(kept, labels, closest, unreadable)
+
+
+def _report(images, labels, closest, unreadable):
+    pairs = [
+        Pair(
+            _kind(images[Mode.EVAL][i], images[Mode.TRAIN][k]),
+            distance,
+            *(images[Mode.EVAL][i].name, labels[Mode.EVAL][i]),
+            *(images[Mode.TRAIN][k].name, labels[Mode.TRAIN][k]),
+            matches,
+        )
+        for i, k, distance, matches in closest
+    ]
+    pairs.sort(key=lambda pair: ((FILE, PIXELS, SIMILAR).index(pair.kind), pair.distance, pair.val))
+    return Report({mode.value: len(images[mode]) for mode in Mode}, pairs, unreadable)
+
+
+def _kind(first, second):
+    """Return how two similar images agree: FILE, PIXELS or SIMILAR."""
+    try:
+        (one, _), (two, _) = read_image(first), read_image(second)
+        if one == two:
+            return FILE
+        pixels = [preprocessing.upright_rgb(Pillow.open(io.BytesIO(data))) for data in (one, two)]
+    except Exception:  # DALI can read images that Pillow cannot read, and the files may change
+        return SIMILAR
+    return PIXELS if np.array_equal(*pixels) else SIMILAR
+
+
+def write_csv(report: Report, file: Any) -> None:
+    """Write a line per Pair to an opened text file, after a line with the names of its attributes."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(each.name for each in fields(Pair))
+    writer.writerows([_cell(value) for value in asdict(pair).values()] for pair in report.pairs)
+
+
+def _cell(value):
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def write_fix_list(report: Report, path: str | Path) -> None:
+    """Write the names of the validation images with a duplicate in train, one per line, in the format of --skip-list.
+    Raise OSError if the file cannot be written."""
+    with outputs.replaced(path) as partial:
+        partial.write_text("".join(skip_list_line(pair.val) for pair in report.pairs), encoding="utf-8")
+
+
+def lines(report: Report) -> Iterator[str]:
+    """Yield the lines that describe a report: up to SHOWN pairs, and a summary."""
+    for pair in report.pairs[:SHOWN]:
+        more = f" and {pair.matches - 1} more" if pair.matches > 1 else ""
+        labels = "" if pair.val_label == pair.train_label else f" (labels {pair.val_label} and {pair.train_label})"
+        distance = "" if pair.kind != SIMILAR else f" {_cell(pair.distance)}"
+        yield printable(f"{pair.kind}{distance}: {pair.val} = {pair.train}{more}{labels}")
+    if len(report.pairs) > SHOWN:
+        yield f"{len(report.pairs) - SHOWN} more; use --csv FILE to list all"
+    kinds = Counter(pair.kind for pair in report.pairs)
+    found = ", ".join(f"{kinds[kind]} {kind}" for kind in (FILE, PIXELS, SIMILAR) if kinds[kind])
+    val, train = (
+        counted(report.images[mode], f"{name} image") for mode, name in (("val", "validation"), ("train", "training"))
+    )
+    yield f"{len(report.pairs)} of {val} have a duplicate among {train}" + (f": {found}" if found else "")

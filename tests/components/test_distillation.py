@@ -1,0 +1,519 @@
+"""--teacher: the loss and its gradient, the teacher in the training step, resumed runs, and teachers that do not match
+the run."""
+
+import json
+import pickle
+import re
+import shlex
+import shutil
+from types import SimpleNamespace
+
+import multi_label_data
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+from test_weights import tensors
+
+from conftest import NHWC, assert_one_error, frozen, losses
+from helpers import NETWORK_EXAMPLE, random_batches, variable
+from paddle_resnet import export, predict, program, train, weights
+from paddle_resnet.checkpoints import folders, teachers
+from paddle_resnet.job import agreement
+from paddle_resnet.models import divergence, loss_head
+from paddle_resnet.native import build as native
+from paddle_resnet.step import build, cuda_graph
+
+pytestmark = pytest.mark.usefixtures("one_block")
+PLACE = paddle.CPUPlace()
+STUDENT = ["--model-arch-name", "TinyMobile", "--model-prefix", "student", "--print-interval", "1"]
+MULTI_LABEL = ["--multi-label", "--rand-crop-scale", "0.9,1"]
+IN_NATIVE = [*NHWC, "--kernels", "native"]
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+@pytest.fixture
+def several(run_train, tmp_path):
+    """Return (data set, checkpoint) of a multi-label network."""
+    data = multi_label_data.write(tmp_path / "several")
+    assert run_train(*MULTI_LABEL, "--output-dir", tmp_path / "teachers", image_root=data)[0] == 0
+    return data, tmp_path / "teachers/Tiny/0"
+
+
+def arrays(path):
+    return pickle.loads(path.read_bytes())
+
+
+def log_softmax(x):
+    x = x - x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def soft_loss(x, z):
+    """Return (mean over the images of the divergence, its gradient) in float64; x and z are logits."""
+    log_q, log_p = log_softmax(x), log_softmax(z)
+    terms, gradient = np.exp(log_p) * (log_p - log_q), np.exp(log_q) - np.exp(log_p)
+    return terms.sum(1).mean(), gradient / len(x)
+
+
+def soft_loss_of_classes(x, z):
+    """Like soft_loss, with --multi-label."""
+    q, p = sigmoid(x), sigmoid(z)
+    terms = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+    return terms.sum(1).mean(), (q - p) / len(x)
+
+
+@pytest.mark.parametrize("is_multi_label", [False, True])
+@pytest.mark.parametrize("kernels", ["paddle", pytest.param("native", marks=needs_native)])
+def test_loss_and_gradient_equal_formula(parse, monkeypatch, checkpoint, request, kernels, is_multi_label):
+    """The update of the bias of the last layer is the gradient of the loss with respect to the logits, summed over the
+    images. The teacher does not change, and its logits are those of its own evaluation program."""
+    steps = []
+    spy = SimpleNamespace(add_loss=lambda step: steps.append((step.logits, step.targets["teacher"], step.loss)))
+    checkpoint = request.getfixturevalue("several")[1] if is_multi_label else checkpoint
+    monkeypatch.setattr(build, "INPUTS", (*build.INPUTS, spy))
+    flags = ["--lr", "1", "--momentum", "0", "--weight-decay", "0", "--label-smoothing", "0", *NHWC, *STUDENT]
+    flags += ["--teacher", checkpoint, "--distill-weight", "0.7", "--distill-temperature", "3"]
+    args = parse(*flags, *(MULTI_LABEL if is_multi_label else []))
+    args.set("Python", kernels=kernels)
+    if kernels == "native":
+        native.load()
+    args = frozen(args)
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(args, main, startup, 1)
+    exe = static.Executor(PLACE)
+    exe.run(startup)
+    teachers.load(main, PLACE)
+    names = [v.name for v in main.list_vars() if v.persistable and v.name.startswith("teacher.")]
+    saved = arrays(next(checkpoint.glob("*.pdparams")))
+    assert {name.removeprefix("teacher.") for name in names} == saved.keys()
+    for name in names:  # the fourth channel of the images is zero, and so are its weights
+        value = saved[name.removeprefix("teacher.")]
+        np.testing.assert_array_equal(variable(name)[tuple(map(slice, value.shape))], value)
+    before = {name: variable(name) for name in (*names, "linear_0.b_0")}
+    assert not {*names} & {parameter.name for parameter in main.all_parameters()}
+    ((images, labels),) = random_batches(1, (32, 32, 4))
+    images[..., 3] = 0
+    if is_multi_label:
+        labels = np.eye(3, dtype="float32")[labels[:, 0]]
+    compiled = program.compile_prog(args, main)
+    compiled.write_scalars()
+    [(logits, target, loss)] = steps
+    x, z, actual = exe.run(compiled, {"data": images, "label": labels}, [logits, target, loss])
+    x, z = np.float64(x), np.float64(z)
+    soft, gradient = (soft_loss_of_classes if is_multi_label else soft_loss)(x / 3, z / 3)
+    if is_multi_label:
+        q = sigmoid(x)
+        hard, of_hard = -np.log(np.where(labels, q, 1 - q)).sum(1).mean(), (q - labels) / len(x)
+    else:
+        q = np.exp(log_softmax(x))
+        hard = -np.log(np.take_along_axis(q, labels, 1)).mean()
+        of_hard = (q - np.eye(3)[labels[:, 0]]) / len(x)
+    np.testing.assert_allclose(actual, 0.3 * hard + 0.7 * 9 * soft, rtol=1e-5)
+    expected = (0.3 * of_hard + 0.7 * 3 * gradient).sum(0)
+    change = before["linear_0.b_0"] - variable("linear_0.b_0")
+    np.testing.assert_allclose(change, expected, rtol=1e-4, atol=1e-6)
+    for name in names:
+        np.testing.assert_array_equal(variable(name), before[name])
+    np.testing.assert_allclose(z, logits_of(checkpoint, images, kernels, is_multi_label), rtol=1e-4, atol=1e-5)
+
+
+def logits_of(checkpoint, images, kernels, is_multi_label):
+    """Return the logits of an evaluation program for images in NHWC with four channels."""
+    from paddle_resnet.serving import networks
+
+    network = networks.load_checkpoint(checkpoint)
+    model = network.model(logits=True)
+    return model.outputs(np.ascontiguousarray(images[..., :3].transpose(0, 3, 1, 2)))[1]
+
+
+def test_divergence_of_large_logits_is_finite():
+    main = static.Program()
+    logits = np.array([[0, 500, -500], [1, 2, 3]], "float32")
+    targets = np.array([[500, 0, -500], [1, 2, 3]], "float32")
+    with static.program_guard(main):
+        x, z = static.data("x", [None, 3]), static.data("z", [None, 3])
+        out = [divergence.of_softmax(x, z), divergence.of_sigmoid(x, z)]
+    one, several = static.Executor(PLACE).run(main, {"x": logits, "z": targets}, out)
+    np.testing.assert_allclose(one, [[500], [0]], atol=1e-5)
+    np.testing.assert_allclose(several, [[250], [0]], atol=1e-4)
+
+
+RUNS = {
+    "default": [],
+    "mixed": ["--mixup", "0.4", "--cutmix", "1", "--class-weights", "balanced", "--drop-path", "0.2"],
+    "stages": ["--sizes", "24:0:8,32:1:6:0.5", "--freeze", "stem", "--unfreeze-at", "1", "--ema", "0.8"],
+    "accumulation": ["--accumulate-steps", "2", "--clip-grad-norm", "1", "--batch-size", "4", "--lookahead", "2,0.5"],
+    "asp": ["--asp", "--prune-model", "--ema", "0.8"],
+    "qat": ["--qat"],
+    **({"native": [*IN_NATIVE, "--ema", "0.8"]} if native.missing() is None else {}),
+}
+
+
+@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+def test_resumed_run_is_bit_identical_and_teacher_is_not_saved(
+    run_train, losses_with_a_stop, checkpoint, tmp_path, flags
+):
+    flags = [*STUDENT, "--epochs", "2", *flags]
+    flags += ["--teacher", checkpoint]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert losses_with_a_stop(4, *flags, "--resume") == losses(report)
+    saved = [tmp_path / folder / "TinyMobile/1" for folder in ("output", "stopped")]
+    metas = [json.loads((folder / "meta.json").read_text()) for folder in saved]
+    assert metas[0]["teacher"] == metas[1]["teacher"]
+    for path in saved[0].glob("*.pd*"):
+        one, other = (arrays(folder / path.name) for folder in saved)
+        assert one.keys() == other.keys() and not any(name.startswith("teacher.") for name in one)
+        for key, value in one.items():
+            assert np.ravel(value).tobytes() == np.ravel(other[key]).tobytes(), key
+    assert report[-1]["data"]["teacher.arch"] == "Tiny"
+    assert report[-1]["data"]["teacher.top1"] == metas[0]["teacher"]["top1"]
+
+
+def test_initial_weights_do_not_depend_on_teacher(parse, checkpoint):
+    found = []
+    for flags in ([], ["--teacher", checkpoint]):
+        args = frozen(parse(*STUDENT, *flags))
+        main, startup = static.Program(), static.Program()
+        with static.scope_guard(static.Scope()):
+            paddle.seed(3)
+            program.build(args, main, startup, 1)
+            static.Executor(PLACE).run(startup)
+            found.append({p.name: variable(p.name) for p in main.all_parameters()})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        np.testing.assert_array_equal(found[1][name], value)
+
+
+def test_student_learns_from_teacher_without_labels(run_train, checkpoint):
+    """With weight 1, the loss falls, because student and teacher have the same network."""
+    flags = ["--distill-weight", "1", "--epochs", "12", "--lr", "0.1", "--bn-momentum", "0.5"]
+    code, report = run_train("--teacher", checkpoint, *flags)
+    assert code == 0
+    found = losses(report)
+    assert found[11, "train"] < 0.25 * found[0, "train"]
+
+
+def test_multi_label_run(several, run_train, tmp_path):
+    data, checkpoint = several
+    flags = [*STUDENT, *MULTI_LABEL, "--teacher", checkpoint, "--mixup", "0.4"]
+    code, report = run_train(*flags, "--asymmetric-loss", "4,0,0.05", image_root=data)
+    assert code == 0
+    assert report[-1]["data"]["teacher.map"] == json.loads((checkpoint / "meta.json").read_text())["evaluated"]["map"]
+
+
+def test_page_shows_teacher(run_train, checkpoint, tmp_path):
+    flags = ["--teacher", checkpoint, "--distill-temperature", "2.5", "--report-html", tmp_path / "page.html"]
+    assert run_train(*STUDENT, *flags)[0] == 0
+    card = (tmp_path / "page.html").read_text().partition("<h3>Teacher</h3>")[2].partition("</div>")[0]
+    shown = dict(re.findall(r"<th>(\w+)</th><td><code>(.*?)</code>", card))
+    top1 = json.loads((checkpoint / "meta.json").read_text())["evaluated"]["top1"]
+    assert shown["teacher"] == str(checkpoint) and shown["arch"] == "Tiny" and float(shown["top1"]) == top1
+    assert (shown["distill_weight"], shown["distill_temperature"]) == ("0.9", "2.5")
+
+
+def test_checkpoint_needs_no_teacher(run_train, checkpoint, photos, tmp_path):
+    assert run_train(*STUDENT, "--teacher", checkpoint)[0] == 0
+    shutil.rmtree(checkpoint)
+    folder = tmp_path / "output/TinyMobile/0"
+    flags = ["--run-scope", "eval_only", "--from-checkpoint", folder]
+    assert run_train(*STUDENT, *flags, "--overwrite")[0] == 0
+    assert run_train(*STUDENT, *flags, "--overwrite", "--teacher", checkpoint)[0] == 0  # has no effect
+    assert export.main([str(folder), str(tmp_path / "exported"), "--verify", str(photos)]) == 0
+    image = str(next(photos.glob("val/*/*")))
+    assert predict.main([str(tmp_path / "exported"), image, "--device", "cpu"]) == 0
+    start = ["--from-pretrained-params", folder, "--output-dir", tmp_path / "fine_tuned"]
+    assert run_train(*STUDENT, *start)[0] == 0
+
+
+def test_run_folder_and_averages_are_used(run_train, tmp_path, capsys):
+    places = ["--output-dir", tmp_path / "teachers", "--epochs", "2", "--ema", "0.5"]
+    assert run_train(*places)[0] == 0
+    best = (tmp_path / "teachers/Tiny/best").resolve()
+    capsys.readouterr()
+    assert run_train(*STUDENT, "--teacher", tmp_path / "teachers")[0] == 0
+    assert f"using the checkpoint {tmp_path / 'teachers/Tiny'}" in capsys.readouterr().out
+    meta = json.loads((tmp_path / "output/TinyMobile/0/meta.json").read_text())
+    assert meta["teacher"]["folder"] == meta["arguments"]["teacher"] == str(best)
+    assert meta["teacher"]["sha256"] == folders.read_meta(best)["files"]["tiny.pdema"]["sha256"]
+
+
+@pytest.mark.parametrize("flags", [["--asp", "--prune-model"], ["--qat"], ["--image-shape", "4,32,32"]])
+def test_teacher_of_other_flags(run_train, tmp_path, capsys, flags):
+    assert run_train(*flags, "--output-dir", tmp_path / "teachers")[0] == 0
+    capsys.readouterr()
+    assert run_train(*STUDENT, "--teacher", tmp_path / "teachers/Tiny/0")[0] == 0
+    assert ("runs without rounding to INT8" in capsys.readouterr().out) == ("--qat" in flags)
+
+
+def test_converted_weights_are_teachers(run_train, tmp_path, capsys):
+    out, source = tmp_path / "converted", tmp_path / "resnet.pdparams"
+    source.write_bytes(pickle.dumps(tensors(3, "ResNet18"), 4))
+    shape = ["--crop-size", "32", "--resize-short", "36", "--interp", "linear"]
+    assert weights.main([str(source), "--arch", "ResNet18", "--output", str(out), *shape]) == 0
+    capsys.readouterr()
+    code, report = run_train(*STUDENT, "--teacher", out)
+    assert code == 0 and report[-1]["data"]["teacher.arch"] == "ResNet18"
+    assert "teacher.top1" not in report[-1]["data"]
+
+
+def test_networks_from_file(run_train, tmp_path, capsys):
+    file = tmp_path / "network.py"
+    file.write_text(NETWORK_EXAMPLE + "\n\nTeacher = Net\n")
+    arch = ["--model-arch-name", f"{file}:Teacher"]
+    assert run_train(*arch, "--output-dir", tmp_path / "teachers")[0] == 0
+    flags = ["--teacher", tmp_path / "teachers/Teacher/0"]
+    capsys.readouterr()
+    assert run_train(*STUDENT, *flags)[0] == 2
+    assert_one_error(capsys.readouterr().err, ["--teacher ", "define both networks in one file"])
+    assert run_train("--model-arch-name", f"{file}:Net", *flags)[0] == 0
+
+
+@needs_native
+def test_steps_are_captured(fake, run_train, checkpoint):
+    flags = [*IN_NATIVE, "--epochs", "2", "--print-interval", "1", "--teacher", checkpoint]
+    expected = losses(run_train(*flags)[1])
+    code, report = run_train(*flags, "--cuda-graph", "true", "--overwrite")
+    assert code == 0 and any(graph.launches for graph in fake.made)
+    assert losses(report) == pytest.approx(expected, rel=1e-5)
+
+
+def test_operators_can_be_captured(parse, checkpoint):
+    args = frozen(parse(*NHWC, "--teacher", checkpoint))
+    main = static.Program()
+    program.build(args, main, static.Program(), 1)
+    assert cuda_graph.untested_operators(main, True, True) is not None
+
+
+@pytest.mark.parametrize(("dtype", "level"), [("float16", "O1"), ("float16", "O2"), ("bfloat16", "O2")])
+def test_teacher_is_in_half_precision_with_amp(parse, gpu_lists, checkpoint, dtype, level):
+    """Convolutions and weights are in half precision, without casts of weights in each step. BN weights and the loss
+    are in float32."""
+    args = parse(*STUDENT, *NHWC, "--teacher", checkpoint, *(["--dali-output-fp16"] if level == "O2" else []))
+    args.set("Python", amp=True, amp_level=level, amp_dtype=dtype)
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 1)
+    teachers.load(main, PLACE)
+    block, half = main.global_block(), getattr(paddle, dtype)
+    ops = [op for op in block.ops if op.type == "conv2d" and op.output("Output")[0].startswith("teacher.")]
+    types = {block.var(name).dtype for op in ops for name in (*op.input_arg_names, *op.output_arg_names)}
+    assert len(ops) == 3 and types == {half}
+    for name in ("teacher.conv2d_0.w_0", "teacher.linear_0.w_0"):
+        assert block.var(name).dtype == static.global_scope().find_var(name).get_tensor()._dtype() == half
+    casts = [op.input("X")[0] for op in block.ops if op.type == "cast"]
+    assert not [name for name in casts if name.startswith("teacher.") and block.var(name).persistable]
+    assert block.var("teacher.batch_norm_0.w_0").dtype == paddle.float32
+    for op in block.ops:
+        if loss_head.contains(op) and op.type != "cast":
+            assert half not in [block.var(name).dtype for name in (*op.input_arg_names, *op.output_arg_names)], op.type
+    updated = {op.input("Param")[0] for op in block.ops if op.type == "momentum"}
+    assert updated and not any(name.startswith("teacher.") for name in updated)
+
+
+def edit(folder, **changes):
+    """Change entries in the meta.json of a checkpoint, with a correct checksum."""
+    meta = folders.read_meta(folder)
+    meta |= {name: change(meta[name]) for name, change in changes.items()}
+    (folder / "meta.json").write_text(json.dumps({**meta, "checksum": folders._checksum(meta)}))
+
+
+def flip_last_bit(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def write_nan(folder):
+    path = folder / "tiny.pdparams"
+    path.write_bytes(pickle.dumps(arrays(path) | {"linear_0.b_0": np.full(3, np.nan, "float32")}))
+    written = folders.write_file(path.with_name("again"), lambda f: f.write(path.read_bytes()))
+    edit(folder, files=lambda files: files | {"tiny.pdparams": written})
+
+
+WRONG = {
+    "missing": (shutil.rmtree, ["is not a folder", "choose the folder of a run"]),
+    "no meta.json": (lambda f: (f / "meta.json").unlink(), ["contains no meta.json"]),
+    "damaged meta.json": (lambda f: flip_last_bit(f / "meta.json"), ["damaged"]),
+    "damaged weights": (lambda f: flip_last_bit(f / "tiny.pdparams"), ["tiny.pdparams does not match its sha256"]),
+    "not finite": (write_nan, ["linear_0.b_0 has values that are not finite"]),
+    "other network": (
+        lambda f: edit(f, arguments=lambda flags: flags | {"model_arch_name": "ResNet18"}),
+        ["does not match ResNet18", "are missing", "use a checkpoint of this network"],
+    ),
+    "unknown network": (
+        lambda f: edit(f, arguments=lambda flags: flags | {"model_arch_name": "Never"}),
+        ["invalid flag", "Never"],
+    ),
+    "number of classes": (
+        lambda f: edit(f, arguments=lambda flags: flags | {"num_of_class": 4}),
+        ["has 4 classes, but this run has 3"],
+    ),
+    "order of classes": (
+        lambda f: edit(f, classes=lambda classes: classes[::-1]),
+        [
+            "its classes differ from those of the data set (label 0 was ",
+            "use a teacher that was trained on the classes",
+        ],
+    ),
+    "labels": (
+        lambda f: edit(
+            f,
+            arguments=lambda flags: flags | {"multi_label": True},
+            **dict.fromkeys(("evaluated", "best"), lambda _: None),
+        ),
+        ["was trained with --multi-label true"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "parts"), WRONG.values(), ids=WRONG)
+def test_wrong_teacher_is_an_error(run_train, checkpoint, tmp_path, capsys, change, parts):
+    change(checkpoint)
+    capsys.readouterr()
+    assert run_train(*STUDENT, "--teacher", checkpoint)[0] == 2
+    assert_one_error(capsys.readouterr().err, [str(checkpoint), *parts])
+    assert not list((tmp_path / "output").glob("*/0"))
+
+
+PREPROCESSING = {
+    "size": ["--crop-size", "24", "--image-shape", "3,24,24"],
+    "not square": ["--image-shape", "3,32,40"],
+    "resize": ["--resize-short", "40"],
+    "filter": ["--interp", "cubic"],
+    "normalization": [
+        "--normalize-mean",
+        "0.1,0.2,0.3",
+        "--normalize-std",
+        "0.5,0.3,0.25",
+        "--normalize-scale",
+        "1/250",
+    ],
+}
+
+
+@pytest.mark.parametrize("flags", PREPROCESSING.values(), ids=PREPROCESSING)
+def test_different_preprocessing_is_an_error_whose_remedy_works(run_train, tmp_path, capsys, flags):
+    assert run_train("--output-dir", tmp_path / "teachers", *flags)[0] == 0
+    teacher = ["--teacher", tmp_path / "teachers/Tiny/0"]
+    capsys.readouterr()
+    assert run_train(*STUDENT, *teacher)[0] == 2
+    error = capsys.readouterr().err
+    assert_one_error(error, ["--teacher ", "was trained with different preprocessing"])
+    remedy = re.search(r"use (--.*), or a different teacher", error)[1]
+    assert run_train(*STUDENT, *teacher, *remedy.split())[0] == 0
+
+
+@pytest.fixture
+def stopped(run_train, stop_before, checkpoint):
+    """Stop a run with a teacher after four steps, and return its flags and the checkpoint of the teacher."""
+    flags = [*STUDENT, "--epochs", "2", "--distill-temperature", "2"]
+    stop_before(train_step=4)
+    assert run_train(*flags, "--teacher", checkpoint)[0] == 75
+    stop_before()
+    return flags, checkpoint
+
+
+def test_resumed_run_inherits_teacher_and_finds_it_elsewhere(stopped, run_train, tmp_path, capsys):
+    (flags, checkpoint), moved = stopped, tmp_path / "moved"
+    checkpoint.rename(moved)
+    capsys.readouterr()
+    assert run_train(*flags, "--resume")[0] == 2
+    assert_one_error(capsys.readouterr().err, [f"--teacher {checkpoint}: is not a folder"])
+    assert run_train(*flags, "--resume", "--teacher", moved)[0] == 0
+    captured = capsys.readouterr()
+    assert f"resumed with --teacher {moved} (was {checkpoint})" in captured.out
+    assert "losses will differ" not in captured.err
+    assert run_train(*flags, "--resume", "--epochs", "3")[0] == 0  # inherits the new path
+    meta = json.loads((tmp_path / "output/TinyMobile/2/meta.json").read_text())
+    assert meta["teacher"]["folder"] == str(moved)
+
+
+def test_resumed_run_with_different_teacher_is_an_error(stopped, run_train, tmp_path, capsys):
+    flags, checkpoint = stopped
+    other = ["--output-dir", tmp_path / "others", "--seed", "5"]
+    assert run_train(*other)[0] == 0
+    folder = tmp_path / "output/TinyMobile/1_1"
+    cases = [
+        (["--teacher", tmp_path / "others/Tiny/0"], ["tiny.pdparams differs from the weights", str(checkpoint)]),
+        (["--teacher", "None", "--distill-temperature", "4"], [str(folder), f"use --teacher {checkpoint}"]),
+    ]
+    for changed, parts in cases:
+        capsys.readouterr()
+        assert run_train(*flags, "--resume", *changed)[0] == 2
+        assert_one_error(capsys.readouterr().err, parts)
+    assert run_train(*flags, "--resume", "--teacher", checkpoint)[0] == 0  # the remedy
+
+
+def test_teacher_cannot_be_added_to_run(run_train, checkpoint, tmp_path, capsys):
+    assert run_train(*STUDENT)[0] == 0
+    capsys.readouterr()
+    flags = [*STUDENT, "--epochs", "2", "--resume"]
+    assert run_train(*flags, "--teacher", checkpoint)[0] == 2
+    assert_one_error(capsys.readouterr().err, ["was trained without --teacher", "use --teacher None"])
+    assert run_train(*flags, "--teacher", "None")[0] == 0
+
+
+def test_run_does_not_delete_its_teacher(run_train, tmp_path, capsys):
+    assert run_train()[0] == 0
+    capsys.readouterr()
+    assert run_train("--teacher", tmp_path / "output", "--overwrite")[0] == 2
+    assert_one_error(capsys.readouterr().err, ["--overwrite: would delete --teacher", "different --output-dir"])
+    files = (tmp_path / "output/Tiny/0").iterdir()
+    assert run_train("--teacher", tmp_path / "output", "--output-dir", tmp_path / "next")[0] == 0 and [*files]
+    report = tmp_path / "output/Tiny/0/tiny.pdparams"
+    assert run_train("--teacher", tmp_path / "output", "--report-html", report, "--output-dir", tmp_path / "b")[0] == 2
+
+
+def test_changed_classes_are_learned_as_the_error_says(run_train, checkpoint, photos, tmp_path, capsys):
+    """The suggested command fine-tunes without the teacher, which was trained on the old classes."""
+    root = shutil.copytree(photos, tmp_path / "root")
+    flags = [*STUDENT, "--teacher", checkpoint, "--distill-weight", "0.5"]
+    assert run_train(*flags, image_root=root)[0] == 0
+    for split in ("train", "val"):
+        (root / split / "class1").rename(root / split / "other")
+    capsys.readouterr()
+    assert run_train(*flags, "--resume", "--epochs", "2", image_root=root)[0] == 2
+    [command] = re.findall("`(.*)`", capsys.readouterr().err)
+    assert train.main(shlex.split(command)[2:]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--distill-weight", "0.5"], ["--distill-weight 0.5: requires --teacher DIR"]),
+        (["--distill-temperature", "3"], ["--distill-temperature 3: requires --teacher DIR"]),
+        (["--teacher", "x", "--distill-weight", "0"], ["--distill-weight", "0 is not positive"]),
+        (["--teacher", "x", "--distill-temperature", "0.01"], ["--distill-temperature 0.01: out of range"]),
+    ],
+)
+def test_wrong_values_are_errors(run_train, capsys, flags, parts):
+    assert run_train(*flags)[0] == 2
+    assert_one_error(capsys.readouterr().err, parts)
+
+
+@pytest.mark.soak
+def test_jobs(launch, tmp_path):
+    """Two processes with half of the batch each train like one process. All processes must have the same teacher."""
+    synthetic = ["--shares", "--data-format", "synthetic", "--model-arch-name", "Plain"]
+    launch(1, *synthetic, "--output-dir", tmp_path / "teachers", "--epochs", "2")
+    flags = [*synthetic, "--print-interval", "1", "--teacher", tmp_path / "teachers/Plain/1", "--lr"]
+    one, _ = launch(1, *flags, "0.05", "--batch-size", "8")
+    two, _ = launch(2, *flags, "0.025", "--batch-size", "4")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    differing = ["--differs", f"1 --teacher {tmp_path / 'teachers/Plain/0'}"]
+    _, logs = launch(2, *flags, "0.025", "--batch-size", "4", *differing, succeeds=False)
+    assert "the processes differ: --teacher is " in "".join(logs)
+
+
+def test_ranks_compare_weights_of_teacher(parse, checkpoint, monkeypatch):
+    """The file at the same path can differ between machines."""
+    compared = {}
+    monkeypatch.setattr(agreement, "_compare", compared.update)
+    main = static.Program()
+    program.build(frozen(parse(*STUDENT, "--teacher", checkpoint)), main, static.Program(), 1)
+    agreement.check_work("paddle", None, None, main)
+    sha256 = folders.read_meta(checkpoint)["files"]["tiny.pdparams"]["sha256"]
+    assert compared["weights of --teacher (hash)"] == sha256[:8]

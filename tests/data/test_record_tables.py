@@ -1,0 +1,49 @@
+"""tests/tools/sources/test_record_files.py imports data sets with these files."""
+
+import json
+
+import pytest
+
+from paddle_resnet.data import record_tables
+
+
+@pytest.mark.parametrize(
+    ("content", "header", "rows"),
+    [
+        ({"a.jpg": 1, "b.jpg": "x"}, ["image", "label"], [["a.jpg", "1"], ["b.jpg", "x"]]),
+        ({"x": ["a.jpg"], "y": []}, ["image", "label"], [["a.jpg", "x"]]),
+        ({"a.jpg": {"y": 1}}, ["image", "y"], [["a.jpg", "1"]]),
+        ([{"a": 1}, {"b": None, "a": [2]}], ["a", "b"], [["1", ""], ["[2]", ""]]),
+        ({"n": 2, "rows": [["a.jpg", 1]], "x": []}, ["image", "label"], [["a.jpg", "1"]]),
+        ({"train": [{"a": 1}], "valid": [{"a": 2}]}, ["a", "split"], [["1", "train"], ["2", "valid"]]),
+        ({"train": {"a.jpg": 1}}, ["image", "label", "split"], [["a.jpg", "1", "train"]]),
+        ({"a": [{"x": 1}], "b": [{"x": 1}]}, [], []),
+        ([[1, 2, 3]], [], []),
+        ({}, [], []),
+        (3, [], []),
+        (None, [], []),
+    ],
+)
+def test_records_in_json(tmp_path, content, header, rows):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(content))
+    table = record_tables.read(str(path))
+    assert (table.header, table.rows) == (header, rows)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"1": "b", "0": "a"}, (["a", "b"], 0)),
+        ({"a": 2, "b": 1}, (["b", "a"], 1)),
+        ({"0": "a", "2": "b"}, None),
+        ({"a": 0, "b": 0}, None),
+        ({"0": 1.5}, None),
+        ({}, None),
+        (["a"], None),
+    ],
+)
+def test_class_names_in_json(tmp_path, content, expected):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(content))
+    assert record_tables.class_names(str(path)) == expected
