@@ -37,9 +37,7 @@ struct Tiles {
     });
   }
 
-  int64_t at(int64_t image, int row, int column) const {
-    return ((image * height + row) * width + column) * channels;
-  }
+  int64_t at(int64_t image, int row, int column) const { return ((image * height + row) * width + column) * channels; }
 };
 
 // Computes B^T d B of the 4x4 pixels around each tile.
@@ -68,8 +66,7 @@ inline void winograd_input(const Tiles &tiles, const float *x, float *out) {
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c)
-          d[r][c] = top <= r && r < bottom && left <= c && c < right ? load(r, c) : Vector{};
+        for (int c = 0; c < 4; ++c) d[r][c] = top <= r && r < bottom && left <= c && c < right ? load(r, c) : Vector{};
     }
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) transform(d[0][c], d[1][c], d[2][c], d[3][c]);
@@ -140,33 +137,39 @@ inline void winograd_output_gradient(const Tiles &tiles, const float *dy, float 
 constexpr int kFilterLanes = 16;
 using FilterVector = Vectors<kFilterLanes>::Type;
 
-// Computes G g G^T of each filter in [outputs, channels, 3, 3]. If `is_rotated` is true, the filters are first rotated
-// by 180 degrees, as for the gradient of the input. outputs * channels must be a multiple of kFilterLanes.
+// Computes G g G^T of each filter in [outputs, channels, 3, 3]. The transformed filters are [16, channels, outputs] or,
+// if `is_rotated` is true, [16, outputs, channels] of the filters rotated by 180 degrees, as for the gradient of the
+// input. outputs and channels must be multiples of kFilterLanes.
 inline void winograd_filter(const float *filter, int outputs, int channels, bool is_rotated, float *out) {
   const int64_t plane = static_cast<int64_t>(outputs) * channels;
-  in_parallel(threads_for(plane * 9), plane / kFilterLanes, [&](int, int64_t first, int64_t last) {
-    for (int64_t i = first * kFilterLanes; i < last * kFilterLanes; i += kFilterLanes) {
-      FilterVector g[9], rows[4][3];
-      const float *from = filter + i * 9;
+  // A vector contains filters that are neighbors along the last axis of the transformed filters.
+  const int output_step = is_rotated ? 1 : kFilterLanes, channel_step = is_rotated ? kFilterLanes : 1;
+  const int64_t lane_step = is_rotated ? 9 : channels * 9;
+  in_parallel(threads_for(plane * 9), outputs / kFilterLanes, [&](int, int64_t first, int64_t last) {
+    for (int64_t output = first * kFilterLanes; output < last * kFilterLanes; output += output_step)
+      for (int channel = 0; channel < channels; channel += channel_step) {
+        FilterVector g[9], rows[4][3];
+        const float *from = filter + (output * channels + channel) * 9;
 #pragma GCC unroll 9
-      for (int tap = 0; tap < 9; ++tap) {
-        const int at = is_rotated ? 8 - tap : tap;
+        for (int tap = 0; tap < 9; ++tap) {
+          const int at = is_rotated ? 8 - tap : tap;
 #pragma GCC unroll 16
-        for (int lane = 0; lane < kFilterLanes; ++lane) g[tap][lane] = from[lane * 9 + at];
-      }
+          for (int lane = 0; lane < kFilterLanes; ++lane) g[tap][lane] = from[lane * lane_step + at];
+        }
 #pragma GCC unroll 3
-      for (int c = 0; c < 3; ++c) {
-        const FilterVector even = 0.5f * (g[c] + g[6 + c]), odd = 0.5f * g[3 + c];
-        rows[0][c] = g[c], rows[1][c] = even + odd, rows[2][c] = even - odd, rows[3][c] = g[6 + c];
-      }
+        for (int c = 0; c < 3; ++c) {
+          const FilterVector even = 0.5f * (g[c] + g[6 + c]), odd = 0.5f * g[3 + c];
+          rows[0][c] = g[c], rows[1][c] = even + odd, rows[2][c] = even - odd, rows[3][c] = g[6 + c];
+        }
+        float *to = out + (is_rotated ? output * channels + channel : channel * static_cast<int64_t>(outputs) + output);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        const FilterVector even = 0.5f * (rows[r][0] + rows[r][2]), odd = 0.5f * rows[r][1];
-        const FilterVector values[4] = {rows[r][0], even + odd, even - odd, rows[r][2]};
+        for (int r = 0; r < 4; ++r) {
+          const FilterVector even = 0.5f * (rows[r][0] + rows[r][2]), odd = 0.5f * rows[r][1];
+          const FilterVector values[4] = {rows[r][0], even + odd, even - odd, rows[r][2]};
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) *reinterpret_cast<FilterVector *>(out + (r * 4 + c) * plane + i) = values[c];
+          for (int c = 0; c < 4; ++c) *reinterpret_cast<FilterVector *>(to + (r * 4 + c) * plane) = values[c];
+        }
       }
-    }
   });
 }
 
