@@ -1142,6 +1142,36 @@ def test_operators_and_onednn_share_threads():
     assert by_both == by_onednn
 
 
+UPDATE_WITH_ADAMW = """
+import sys
+import numpy as np
+import paddle
+from paddle.base import core
+from paddle_resnet.native import build
+
+build.load()
+random = np.random.RandomState(0)
+parameter, gradient, moment = (paddle.to_tensor(random.randn(100_003).astype("float32")) for _ in range(3))
+powers = [paddle.to_tensor([beta]) for beta in (0.9, 0.999)]
+inputs = [parameter], [gradient], [moment, moment * moment, *powers], paddle.to_tensor([0.1]), None
+core.eager._run_custom_op("native_adamw", *inputs, [0.9, 0.999, 1e-8], [0.01])
+np.savez(sys.argv[1], parameter, moment, *powers)
+"""
+
+
+def test_update_does_not_depend_on_number_of_threads(tmp_path):
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    results = []
+    for threads in ("1", "2", "3"):
+        environment, file = {**os.environ, "OMP_NUM_THREADS": threads}, tmp_path / f"{threads}.npz"
+        subprocess.run([sys.executable, "-c", UPDATE_WITH_ADAMW, file], cwd=ROOT, env=environment, check=True)
+        results.append(list(np.load(file).values()))
+    for other in results[1:]:
+        for actual, expected in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_non_finite_values_propagate(device, where, dtype, value):
