@@ -153,8 +153,8 @@ def measure(args: argparse.Namespace, arch: str, task: str) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, arch: str) -> None:
-    """Evaluate and train a network in this process, and append the results to --output. This file is locked, so that
-    processes with the same --output measure one after another."""
+    """Evaluate and train a network in this process, and append the results to --output. The file --output is locked, so
+    that processes with the same --output measure one after another."""
     import train  # noqa: F401  import Paddle and DALI before waiting for the GPU
     from paddle_resnet import phases  # noqa: F401
     from paddle_resnet.step import cuda_graph

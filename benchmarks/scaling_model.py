@@ -29,8 +29,8 @@ class Setup:
     Attributes:
         batch: images per GPU and step.
         gradient_bytes: bytes that each GPU all-reduces per step.
-        buckets: number of all-reduces per step in a job on several nodes. Such all-reduces overlap with the backward
-            pass. Within a node, a single all-reduce follows the backward pass.
+        buckets: number of all-reduces per step in a job on several nodes. All-reduces between nodes overlap with the
+            backward pass. Within a node, a single all-reduce follows the backward pass.
         gpus_per_node: number of GPUs that are connected by NVLink.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
         network: bytes/s that a node sends to other nodes, over all adapters.

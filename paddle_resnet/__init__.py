@@ -1,4 +1,4 @@
-"""Training of ImageNet-class models with PaddlePaddle static graphs and NVIDIA DALI."""
+"""Training of image classifiers with PaddlePaddle static graphs and NVIDIA DALI."""
 
 import logging
 import os

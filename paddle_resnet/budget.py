@@ -81,10 +81,10 @@ def is_needed(args: values.Settings, checkpoint: "StartCheckpoint | None") -> bo
 
 def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluation: Any) -> values.Settings:
     """Choose --epochs and, unless it is explicit, --warmup-epochs, and adapt the learning-rate schedule. The programs
-    do not depend on these flags. Rank 0 chooses for all processes.
+    are not changed, because they do not depend on --epochs or --warmup-epochs. Rank 0 chooses for all processes.
 
     Args:
-        args: flags.
+        args: flags of the run.
         exe: Executor for all programs.
         training, evaluation: phases.Work with compiled programs; `evaluation` is None if the run does not evaluate.
     Returns:
@@ -164,7 +164,8 @@ def duration_s(settings: durations.Settings, epochs: int, timeline: durations.Ti
             # Exclude checkpoints at the end of an epoch, which --save-interval determines.
             checkpoints += count * ((part.steps - 1) // settings.save_interval_steps)
     copy_s, write_s = times.checkpoint
-    # A checkpoint is copied when the previous one has been written. The run ends when the last one has been written.
+    # A checkpoint is copied when the previous one has been written. The run ends when the last checkpoint has been
+    # written.
     return max(seconds + checkpoints * copy_s, checkpoints * write_s) + write_s
 
 
@@ -174,7 +175,7 @@ def epochs_within(settings: durations.Settings, seconds: float, timeline: durati
     def predicted_s(epochs):
         return duration_s(settings, epochs, timeline, times)
 
-    # `count` is the number of epochs that fit into the budget.
+    # `count` epochs fit into the budget; `count` is 0 if not even one epoch fits.
     count = bisect.bisect_right(range(1, MOST_EPOCHS + 1), seconds, key=predicted_s)
     nearest = range(max(1, count), min(MOST_EPOCHS, count + 1) + 1)
     return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))

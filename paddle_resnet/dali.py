@@ -1,4 +1,4 @@
-"""build_dataloader: the loader of a run. data/loader.py builds it from a data set and the flags that it needs."""
+"""Build the loader of a run from its flags (build_dataloader)."""
 
 from typing import Any
 
@@ -33,12 +33,13 @@ def build_dataloader(
             the processes together read every image of the data set once, each in order, and the last batch may be
             smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
-            loader_state.conditions have changed since then, a log message lists the changes. In this case, if the state
-            was saved at the end of an epoch, the loader continues the image order, but restarts the random numbers of
-            the augmentation. If the state was saved within an epoch, or if the data set or a condition in
-            loader_state.ORDER_CONDITIONS has changed, the loader restarts with the image order of the first epoch.
+            loader_state.conditions differ from those in `state`, a log message lists the changes. If conditions have
+            changed and the state was saved at the end of an epoch, the loader continues the image order, but restarts
+            the random numbers of the augmentation. If conditions have changed and the state was saved within an epoch,
+            or if the data set or a condition in loader_state.ORDER_CONDITIONS has changed, the loader restarts with the
+            image order of the first epoch.
         trained: class names of a trained network in the order of its outputs, which determine the labels of class
-            folders. If None, the data set defines the labels.
+            folders. If `trained` is None, the data set defines the labels.
         root: the data set (data_root), if the caller has already opened it.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation

@@ -39,7 +39,8 @@ def write_sample(output: str | Path) -> tuple[int, int]:
     Returns:
         (number of training images, number of validation images).
     Raises:
-        UsageError: the folder exists and does not contain exactly these files, or another process is writing it.
+        UsageError: the folder exists and does not contain exactly the files of the sample, or another process is
+            writing the folder.
         OSError: the folder cannot be written.
     """
     from sklearn.datasets import load_digits
@@ -164,6 +165,11 @@ def _run_split(args: argparse.Namespace):
     _claim_folder(args)
     try:
         counts, n_classes = split.split(args.source, args.output, args.val, args.seed, args.group_duplicates)
+    except BrokenProcessPool as e:
+        raise UsageError(
+            "--group-duplicates: a worker process was killed, possibly because memory ran out; free memory, and repeat "
+            "the command"
+        ) from e
     except OSError as e:
         name = f" {e.filename}" if e.filename else ""
         raise UsageError(
@@ -212,7 +218,9 @@ def _add_convert(commands):
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
-    command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as in a run")
+    command.add_argument(
+        "--skip-list", metavar="FILE", help=f"file that lists the images to omit, as for {program('train')}"
+    )
     command.add_argument(
         "--unchecked",
         action="store_true",
@@ -261,7 +269,7 @@ def _with_progress(args: argparse.Namespace, write):
 
             def show(done, total):
                 nonlocal task
-                if not bar.live.is_started:  # start it late, so that an error in listing the source leaves no empty bar
+                if not bar.live.is_started:  # start late, so that an error in listing the source leaves no empty bar
                     with signals.blocked():  # the thread that rich starts must not handle signals
                         stack.enter_context(bar)
                 if task is None:
@@ -313,7 +321,10 @@ def _add_import(commands):
         command.add_argument(flag, metavar="NAME", help=f"column or feature with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
     command.add_argument(
-        "--label-index", type=numbers.integer(0, 999), metavar="N", help="index of the label if records have several"
+        "--label-index",
+        type=numbers.integer(0, 999),
+        metavar="N",
+        help="index of the label in records with several labels",
     )
     command.add_argument(
         "--class-depth",
@@ -438,7 +449,8 @@ def _add_duplicates(commands):
         commands,
         "duplicates",
         _run_duplicates,
-        "find validation images that are also, or nearly, in train; exit code 1 if there are any",
+        "find validation images that are also, or nearly, in train; exit code 1 if there are any, or some images "
+        "cannot be compared",
     )
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
@@ -474,7 +486,9 @@ def _add_duplicates(commands):
         metavar="FILE",
         help="file for the list of validation images with a duplicate, for --skip-list of a run",
     )
-    command.add_argument("--multi-label", action="store_true", help="the data set is multi-label, as in a run")
+    command.add_argument(
+        "--multi-label", action="store_true", help=f"read a multi-label data set, as for {program('train')}"
+    )
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
@@ -510,7 +524,9 @@ def _run_duplicates(args: argparse.Namespace):
     for name, problem in [*report.unreadable.items()][: duplicates.SHOWN]:
         logger.write_line(printable(f"{name} {problem}"), sys.stderr)
     if (more := len(report.unreadable) - duplicates.SHOWN) > 0:
-        logger.write_line(f"{counted(more, 'more image')} cannot be compared; see `verify`", sys.stderr)
+        logger.write_line(
+            f"{counted(more, 'more image')} cannot be compared; run `dataset verify` to list them", sys.stderr
+        )
     if args.csv == "-":
         duplicates.write_csv(report, sys.stdout)
     elif args.json:
@@ -625,7 +641,7 @@ def _add_label_flags(command):
         type=numbers.label_offset,
         default=numbers.AUTO,
         metavar="{auto,N}",
-        help="first label in file lists and records, as in a run",
+        help=f"first label in file lists and records, as for {program('train')}",
     )
 
 

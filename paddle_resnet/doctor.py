@@ -259,8 +259,8 @@ def _tests(device, missing):
 
 
 def _decode_image(device):
-    """Decode a JPEG image with DALI. Raises ValueError if the pixels are wrong. This function runs in a child
-    process."""
+    """Decode a JPEG image with DALI. Raises ValueError if the decoded image has the wrong size or colors. This function
+    runs in a child process."""
     import numpy as np
     from nvidia.dali import fn, pipeline_def
     from PIL import Image
@@ -344,7 +344,8 @@ def main(argv: list[str] | None = None) -> int:
         "--self-test",
         action="store_true",
         help="train a tiny network in each precision with each kind of kernels, and compare its losses with those of "
-        "tested versions of Paddle; also resume, export and, unless the machine has exactly one GPU, use two processes",
+        "tested versions of Paddle; also test resuming, exporting and, unless the machine has exactly one GPU, two "
+        "processes",
     )
     return exit_codes.of(program("doctor"), lambda: _main(parser.parse_args(argv)))
 

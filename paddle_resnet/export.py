@@ -32,11 +32,12 @@ from paddle_resnet.utils.mode import Mode
 # even larger probabilities.
 LOSS_TOLERANCE = 1e-4  # maximum difference between the mean losses; relative if the loss exceeds 1
 TIE = 1e-4
-# Maximum difference between the mAP of multi-label networks. Rounding can exchange the order of two images.
+# Maximum difference between the mAP of multi-label networks, beyond what the exchange of images whose probabilities
+# differ by less than TIE can change.
 MAP_TOLERANCE = 1e-3
 PROBABILITY_TOLERANCE = 1e-4
 # Earlier versions computed losses on a CPU with Paddle's cross entropy, which raises logits to at least the maximum
-# minus 64, so the losses that they recorded can be lower. Their checkpoints lack the key "cpu" in meta.json.
+# minus 64, so the losses that they recorded can be lower. The meta.json of their checkpoints lacks the key "cpu".
 EARLIER_CLIP = 64
 TRITON_MAX_BATCH = 64
 SPEED_BATCH, SPEED_S = 8, 0.5  # images per batch, and minimum duration, of the comparison of INT8 with float32
@@ -89,7 +90,7 @@ def export(
 ) -> dict[str, Any]:
     """Export a checkpoint as an inference network, without masks or optimizer state.
 
-    The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
+    The output folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
     preprocessing, classes), labels.txt (one class per line), preprocess.py (a copy of serving/preprocessing.py,
     which runs standalone) and README.md (a model card).
 
@@ -99,20 +100,20 @@ def export(
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
         verify: folder of a data set, or None. On the validation images of this data set, the results of all exported
             networks must match those of the checkpoint.
-        uint8: if True, the input "images" is uint8 [N, H, W, 3], and the network normalizes it. If False, the input is
+        uint8: if True, the input "images" is uint8 [N, H, W, 3], and the network normalizes it; if False, the input is
             normalized float32 [N, 3, H, W]. The output is float32 probabilities [N, classes]. The layout of the network
             is always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see networks.load_checkpoint.
-        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
-            has the type `precision`, unless the checkpoint was trained with --qat: then model.onnx is quantized for
-            onnxruntime.
+        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If `int8` is None,
+            model.onnx has the type `precision`, unless the checkpoint was trained with --qat: then model.onnx is
+            quantized for onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
         precision: "float32" or "float16". In float16, the input, the output and the softmax remain float32, and Paddle
             can run the network only on a GPU.
-        allow_outside: whether file lists of `verify` may contain files outside this folder.
+        allow_outside: whether file lists in the folder `verify` may contain files outside this folder.
         temperature: "auto" to divide the logits by the temperature that minimizes the loss of the checkpoint on the
-            validation images of `verify`, or None. model.json contains it as confidence.Temperature.
+            validation images of `verify`, or None. model.json contains the temperature as confidence.Temperature.
         safetensors: also write model.safetensors: the parameters in float32, with the names, shapes and BN epsilon of
             timm's network with the same outputs, or those of this project if timm does not have the network.
     Returns:
@@ -122,7 +123,7 @@ def export(
             the output exists or cannot be written; a package for ONNX is missing; the network cannot be translated to
             ONNX; no temperature minimizes the loss; or this version of Paddle is not supported.
         RunError: the results of an exported network differ from those of the checkpoint by more than the tolerances.
-            All written files are then removed.
+            After this error, no file remains.
         RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
     """
     if model_arch_name is not None:
@@ -143,7 +144,7 @@ def export(
     if os.path.lexists(output):
         # If the arguments are in the wrong order, `output` is a run, which must not be removed.
         is_export = (output / "model.json").is_file()
-        remedy = "remove it or choose a different folder" if is_export else "choose a different folder"
+        remedy = "remove the folder or choose a different one" if is_export else "choose a different folder"
         raise UsageError(f"OUT {output}: already exists; {remedy}")
     with signals.importing_paddle():
         from paddle_resnet.machine import compat, gpus
@@ -408,7 +409,7 @@ def _fit_temperature(network, image_root, allow_outside=False):
     Returns:
         (result of _score, confidence.Temperature).
     Raises:
-        UsageError: no temperature minimizes the loss, or see _score.
+        UsageError: a logit is not finite, no temperature minimizes the loss, or _score fails.
         RunError: see _score.
     """
     batches = []
@@ -435,8 +436,8 @@ def _fit_temperature(network, image_root, allow_outside=False):
 
 
 def _check_temperature(score, original_score, temperature):
-    """Raise RunError if the checkpoint's network with divided parameters classifies differently than without, or does
-    not have the loss for which the temperature was chosen."""
+    """Raise RunError if the checkpoint's network with the temperature in its parameters classifies differently than the
+    original network, or if its loss differs from the expected loss (temperature.loss_after)."""
     expected = original_score | {"loss": temperature.loss_after}
     remedy = "set the network's attribute `last` to the layer that returns the logits"
     _check_agreement("the network with the temperature", score, "the checkpoint's network", expected, remedy)
@@ -529,11 +530,11 @@ def _obstacle(network, images):
     meta, arguments = network.meta, network.meta["arguments"]
     recorded = meta["evaluated"]
     if arguments.get("device") != "cpu":
-        return "it was computed on a GPU, which rounds differently than a CPU"
+        return "the run did not evaluate on a CPU, and GPUs round differently"
     if recorded.get("not_finite"):  # the recorded mean covers only finite losses
         return f"{recorded['not_finite']} losses were not finite"
     if recorded.get("images") != images:
-        return f"it covers {recorded.get('images')} images, and IMAGE_ROOT has {images}"
+        return f"the run evaluated {recorded.get('images')} images, and IMAGE_ROOT has {images}"
     # In a network that simulates quantization, a sum that is rounded differently can change an activation by one level.
     if network.args.qat and (meta.get("cpu"), meta.get("paddle_version")) != (cpu.arithmetic(), paddle.__version__):
         return "--qat requires the same kind of CPU, number of threads and version of Paddle as in training"
@@ -551,14 +552,15 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
     (loss with EARLIER_CLIP)}.
 
     For a multi-label network, "correct" and "ties" count pairs of image and class, whose probability is compared with
-    the threshold, and there are also "map" and "decisions" (number of pairs).
+    the threshold, and there are also "decisions" (number of pairs), "map", and "map_ties": by how much mAP can change
+    if images whose probabilities differ by less than TIE exchange their places.
 
     Args:
         network: the checkpoint's Network.
         model: Model to evaluate.
         image_root, allow_outside: see _verify.
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
-            --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
+            --dali-output-fp16 and --tta; if False, images are not rounded to float16 and not mirrored.
         keep: function that is called with (logits [N, classes], labels [N, 1]) of each batch, or None.
     Raises:
         UsageError: the data set cannot be used.
@@ -616,14 +618,18 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
         of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]
         losses = np.concatenate([losses, -np.hstack(of_label)])
         correct += np.count_nonzero(logits.argmax(axis=1) == labels[:, 0])
-        # A network with one class gets a second class with probability 0.
+        # Add a class with probability 0, so that a network with one class also has two probabilities to compare.
         ranked = np.sort(np.pad(np.exp(_log_softmax(logits)), [(0, 0), (1, 0)]), axis=1)
         second, first = ranked[:, -2:].T
         ties += np.count_nonzero(first - second < tie)
     loss, clipped_loss = losses.mean(axis=0)
     score = {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
     if args.multi_label:
-        score |= {"map": label_metrics.evaluate(meter.rows())["map"], "decisions": len(losses) * args.num_of_class}
+        rows = meter.rows()
+        # The derivative of the sigmoid is at most 1/4.
+        shift = 4 * tie * np.pad(rows[:, args.num_of_class :], [(0, 0), (0, args.num_of_class)])
+        low, mean, high = (label_metrics.evaluate(rows + sign * shift)["map"] for sign in (-1, 0, 1))
+        score |= {"map": mean, "map_ties": max(mean - low, high - mean), "decisions": len(losses) * args.num_of_class}
     return score
 
 
@@ -659,10 +665,10 @@ def _check_agreement(name, score, reference_name, reference, remedy):
     difference = abs(score["correct"] - reference["correct"])
     allowed = score["ties"] + reference["ties"]
     loss_difference = abs(score["loss"] - reference["loss"]) / max(1, abs(reference["loss"]))
-    map_difference = abs(score["map"] - reference["map"]) if "map" in score else 0
+    map_difference = abs(score["map"] - reference["map"]) - score["map_ties"] if "map" in score else 0
     counted = f"{score['decisions']} labels" if "decisions" in score else f"{score['images']} images"
     if difference > allowed or not loss_difference <= LOSS_TOLERANCE or map_difference > MAP_TOLERANCE:
-        maps = f", mAP {score['map']:.6g} and {reference['map']:.6g}" if map_difference else ""
+        maps = f", mAP {score['map']:.6g} and {reference['map']:.6g}" if "map" in score else ""
         raise RunError(
             f"--verify: {name} and {reference_name} disagree: {score['correct']} and {reference['correct']} of "
             f"{counted} correct (ties allow a difference of {allowed}){maps}, loss {score['loss']:.7g} and "

@@ -25,12 +25,12 @@ NAMES = (lr_curve.DATA, lr_curve.DRAWING)
 LEAST_STEPS = 20  # a shorter curve has no clear shape
 # Flags of train.py that a search does not support: (name, problem and remedy).
 UNSUPPORTED = (
-    ("resume", "not supported by lr_find, which starts a new run; remove it"),
+    ("resume", "not supported by lr_find, which starts a new run; remove the flag"),
     ("from_checkpoint", "not supported by lr_find, which starts a new run; use --from-pretrained-params"),
-    ("benchmark", "not supported by lr_find; remove it"),
-    ("print_config", f"not supported by lr_find; use it with {program('train')}"),
+    ("benchmark", "not supported by lr_find; remove the flag"),
+    ("print_config", f"not supported by lr_find; use the flag with {program('train')}"),
 )
-# Flags of a configuration file for train.py that a search ignores, but that are errors on its command line.
+# Flags that lr_find ignores in a configuration file for train.py, but that are errors on the command line of lr_find.
 IGNORED = ("inference_dir", "predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
 
 
@@ -58,7 +58,7 @@ class LossRecorder(meters.AverageMeter):
         """Add one batch of `n` images.
 
         Raises:
-            Diverged: the loss diverges. All processes raise this exception at the same step.
+            Diverged: the loss diverges. All processes raise Diverged at the same step.
         """
         from paddle_resnet.job import exchange
 
@@ -95,7 +95,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, values.Settings]:
     Returns:
         (the finder's own flags, the flags of train.py).
     Raises:
-        UsageError: a flag is unknown, has an invalid value, or is not supported.
+        UsageError: a flag is unknown, has an invalid value, or is not supported; or flags conflict, such as a --from-lr
+            that is not below --to-lr.
     """
     parser = parsing.ToolParser(
         prog="lr_find",
@@ -121,7 +122,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, values.Settings]:
             raise UsageError(f"{flag_name(name)}{'' if value is True else f' {value}'}: {remedy}")
     for name in IGNORED:
         if args.origin(name) == "command line" and getattr(args, name) is not None:
-            raise UsageError(f"{flag_name(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
+            value = text(getattr(args, name))
+            raise UsageError(f"{flag_name(name)} {value}: not supported by lr_find; remove the flag")
     # Benchmark mode neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args
@@ -162,7 +164,7 @@ def _run(search, args):
             return logger.info("dry run: flags, data and programs are valid")
         losses, ended_early = _search(search, exe, training)
         problem = exchange.from_rank_0(lambda: _write(search, args, folder, losses, ended_early))
-    if problem is not None:  # raised outside the barrier, because no process has failed
+    if problem is not None:  # the error is raised outside exit_barrier, because no process has failed
         raise RunError(f"--lr: no suggestion, because {problem}")
 
 
@@ -241,7 +243,7 @@ def _write(search, args, folder, losses, ended_early):
     with outputs.writing(f"{lr_curve.DATA} in --output-dir", folder / lr_curve.DATA):
         folder.mkdir(parents=True, exist_ok=True)
         with locks.held(locks.file_of(path), f"--output-dir {args.output_dir}", logger.warn):
-            # Check again, because another search may have written a curve.
+            # Check again, because another search may have written a curve since _claim.
             _check_no_curve(folder, args.output_dir, args.overwrite)
             lr_curve.write(folder / lr_curve.DATA, curve)
             drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
@@ -249,7 +251,7 @@ def _write(search, args, folder, losses, ended_early):
     if curve.steepest is None:
         return _problem(search, curve)
     if not ended_early and curve.minimum > 0.8 * search.to_lr:
-        logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher rate")
+        logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher --to-lr")
     factors = (
         f" (training multiplies --lr by {factor}, the number of processes times --accumulate-steps)"
         if factor > 1

@@ -150,8 +150,8 @@ def prepare(
     """Start Fleet, open the data, build the programs, load the weights, and compile the programs.
 
     Args:
-        args: flags.
-        checkpoint: result of find_start.
+        args: flags of the run.
+        checkpoint: the checkpoint that the run starts from (result of find_start), or None.
     Returns:
         (Executor, checkpoint with the position at which training continues or None, training Work or None, evaluation
         Work or None).
@@ -171,8 +171,8 @@ def open_data(
     """Return (training loader, evaluation loader). A loader that the run does not need is None.
 
     Args:
-        args: flags.
-        checkpoint: result of find_start.
+        args: flags of the run.
+        checkpoint: the checkpoint that the run starts from (result of find_start), or None.
     Raises:
         UsageError: dali.build_dataloader or trace.check fails, the loader state of the checkpoint is damaged, or the
             classes of a resumed run differ from those of its checkpoint.
@@ -196,7 +196,7 @@ def open_data(
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)
-    if checkpoint is None:  # a run that continues checks the steps when its position is known, before its first step
+    if checkpoint is None:  # for a run that continues, program.run checks --profile-steps, when the position is known
         steps = len(train_loader or eval_loader)
         if trains:
             uniform = durations.uniform(args.accumulate_steps, steps)
@@ -227,10 +227,10 @@ def build_programs(
     """Build the programs and initialize their parameters, which training, evaluation and later stages share.
 
     Args:
-        args: flags.
+        args: flags of the run.
         exe: Executor for the startup programs.
         train_loader, eval_loader: result of open_data.
-        checkpoint: result of find_start.
+        checkpoint: the checkpoint that the run starts from (result of find_start), or None.
     Returns:
         (training, evaluation), each a Work or None.
     Raises:
@@ -269,9 +269,10 @@ def _training(args, startup_prog, lr_scheduler, class_images):
 
 
 def _initialize(exe, startup_prog, *later):
-    """Run the startup program of the first stage. The startup programs of later stages then run only the operators that
+    """Run the startup program of the first stage and, of the startup programs of later stages, only the operators that
     initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
-    freezes. Their other operators are removed, because they would reset the variables that all stages share."""
+    freezes. All other operators in the startup programs of later stages are removed, because they would reset the
+    variables that all stages share."""
     exe.run(startup_prog)
     initialized = {name for op in graph.block(startup_prog).ops for name in op.output_arg_names}
     for startup_prog in later:
@@ -302,8 +303,8 @@ def show_on_tensorboard(args: values.Settings, training: Work, checkpoint: resto
 
 def enter_stage(training: Work, epoch: int, saver: saver.Saver) -> Work:
     """Return the training Work for an epoch. If the epoch starts a new stage (--sizes, --unfreeze-at), compile the
-    program of the stage. If its batch shape differs, also build a new loader that continues the image order of the
-    previous loader."""
+    program of the stage. If the batch shape of the new stage differs, also build a new loader that continues the image
+    order of the previous loader."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later
@@ -327,8 +328,8 @@ def enter_stage(training: Work, epoch: int, saver: saver.Saver) -> Work:
 def set_weights(
     args: values.Settings, checkpoint: restore.StartCheckpoint | None, training: Work | None, evaluation: Work | None
 ) -> restore.StartCheckpoint | None:
-    """Load the initial weights, restore the training state of a checkpoint, and let components change the weights, such
-    as prune them (--prune-model) and cast them for mixed precision (--amp). Also set the thresholds with which a
+    """Load the initial weights, restore the training state of a checkpoint, and let components change the weights, for
+    example by pruning (--prune-model) or casting for mixed precision (--amp). Also set the thresholds with which a
     multi-label network is evaluated.
 
     Returns:
@@ -368,8 +369,8 @@ def compile_programs(
     args: values.Settings, exe: static.Executor, training: Work | None, evaluation: Work | None
 ) -> tuple[Work | None, Work | None]:
     """Compile the programs, and return (training, evaluation) with the compiled programs. Make the evaluation program
-    use averages of the weights (such as those of --ema), and fold BN in half precision, also in the network of
-    --teacher. Raises the errors of program.compile_prog."""
+    use averages of the weights (such as those of --ema). In half precision, fold BN into convolutions in the evaluation
+    program and in the network of --teacher. Raises the errors of program.compile_prog."""
     watchdog.phase("program compilation")
     if training:
         if args.amp and args.teacher is not None:

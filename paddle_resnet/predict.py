@@ -146,7 +146,7 @@ def above(probabilities: np.ndarray, thresholds: list[float], names: Sequence[st
 
 def entries(labels: np.ndarray, probabilities: np.ndarray, names: Sequence[str]) -> list[list[dict[str, Any]]]:
     """Return [{"label", "class", "probability"}] for each image. `labels` and `probabilities` are the result of top;
-    `names` is the names of all classes."""
+    `names` contains the names of all classes."""
     return [
         [{"label": i, "class": names[i], "probability": p} for i, p in zip(*image, strict=True)]
         for image in zip(labels.tolist(), probabilities.tolist(), strict=True)
@@ -154,7 +154,8 @@ def entries(labels: np.ndarray, probabilities: np.ndarray, names: Sequence[str])
 
 
 def _rows(paths, labels, probabilities, names):
-    """Return an iterable with the row of each image for the CSV file."""
+    """Return an iterable with the row of each image for the CSV file: path, label and class of the most probable class,
+    then label, class and probability of each class in `labels`."""
     columns = []
     for ranked, values in zip(labels.T.tolist(), probabilities.T.tolist(), strict=True):
         columns += ranked, [names[i] for i in ranked], [f"{p:.7g}" for p in values]
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         main={
             "What to predict": ("model", "images", "--model-arch-name"),
-            "What to print": ("--csv", "--json", "--features"),
+            "What to print": ("--csv", "--json", "--heat-map", "--features"),
             "How to predict": ("--device", "--batch-size", "--precision", "--tta"),
             "What else to do with the model": ("--serve", "--benchmark"),
         },
@@ -361,7 +362,8 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace):
     if args.json and args.csv == "-":
         raise UsageError(
-            "--json: not supported with '--csv -', which also writes to stdout; remove one, or set --csv to a file"
+            "--json: not supported with '--csv -', which also writes to stdout; remove one of them, or set --csv to a "
+            "file"
         )
     if args.benchmark and args.tta != "none":
         raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
@@ -456,13 +458,14 @@ def _thresholds(model):
 
 
 def _multi_label_rows(paths, images, probabilities):
-    """Like _rows, for the result of `above`: the names of the predicted classes, and the probability of each class."""
+    """Yield the row of each image of a multi-label network for the CSV file: path, names of the predicted classes
+    (`images`, the result of `above`), and probability of each class."""
     for path, classes, row in zip(paths, images, probabilities.tolist(), strict=True):
         yield [path, "|".join(entry["class"] for entry in classes), *(f"{p:.7g}" for p in row)]
 
 
 def _check_model_flags(args: argparse.Namespace):
-    """Check the flags that require more of the network than probabilities."""
+    """Raise UsageError if --heat-map or --features is combined with --benchmark, --serve or --tta."""
     for flag, value in (("--heat-map", args.heat_map), ("--features", args.features)):
         if value is None:
             continue
@@ -478,12 +481,8 @@ def _check_model_flags(args: argparse.Namespace):
 
 
 def _drawer(folder, model):
-    """Return a function draw(number, path, label) that writes the heat map of an image to the folder. It returns the
-    path of the heat map, or None if the image cannot be drawn.
-
-    Raises:
-        UsageError: a file cannot be written.
-    """
+    """Return a function draw(number, path, label) that writes the heat map of an image to the folder. draw() returns
+    the path of the heat map, or None if the image cannot be read, and raises UsageError if a file cannot be written."""
     from paddle_resnet.data import bad_images
     from paddle_resnet.serving import heat_maps
 
@@ -495,7 +494,8 @@ def _drawer(folder, model):
             problem = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else e
             logger.write_line(printable(f"{path} {problem}"), sys.stderr)
             return None
-        # The number makes names unique. The length of a file name is limited to 255 bytes.
+        # The number of the image makes file names unique. Only the end of the image's name is kept, because file
+        # systems limit a name to 255 bytes.
         name = os.fsdecode(os.fsencode(os.path.basename(path))[-200:])
         target = os.path.join(folder, f"{number:06d}_{name}.jpg")
         try:
@@ -572,7 +572,7 @@ def _serve(args: argparse.Namespace, model, device, listener):
         logger.write_line(printable(f"the page shows no heat maps: {e}"), sys.stderr)
     host, worker = _host(args), ThreadPoolExecutor(1)
     blank = web.blank_image()
-    worker.submit(classify, blank).result()  # warm up, because the first image takes longest
+    worker.submit(classify, blank).result()  # the first image takes longest, so a user should not have to wait for it
     if maps is not None:
         worker.submit(heat_map, blank, 0).result()
     limits = 10**6 * (args.serve_max_mb or MAX_MB), args.serve_max_images or MAX_IMAGES
@@ -620,7 +620,8 @@ def _csv_writer(path, columns):
 
     Raises:
         UsageError: the file cannot be written, or another process is writing it.
-        RunError: stdout was closed before the end of the block.
+        RunError: the rows go to a file, and stdout was closed before the end of the block.
+        logger.ClosedPipe: the rows go to stdout, and its reader has exited.
     """
     if path is None:
         yield None
@@ -670,7 +671,7 @@ def _print_benchmark(args: argparse.Namespace, device):
 if __name__ == "__main__":
     exit_code = main()
     if threading.active_count() > 1:  # sys.exit would wait until the thread of --serve has decoded its image
-        with contextlib.suppress(OSError):  # result_on_stdout has reported it
+        with contextlib.suppress(OSError):  # main() has already reported that stdout cannot be written
             sys.stdout.flush()
         os._exit(exit_code)
     sys.exit(exit_code)

@@ -1,5 +1,5 @@
-"""The functions with fixed signatures: build and compile the static-graph programs, and run them epoch by epoch. Their
-implementation is in step/."""
+"""The functions with fixed signatures: build and compile the static-graph programs, and run them epoch by epoch. The
+modules in step/ implement these functions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ _started_with = None  # settings passed to the last call of start_fleet()
 def start(args: values.Settings, mode: Mode = Mode.TRAIN) -> values.Settings:
     """Resolve the settings and start Fleet, unless Fleet is already running with these settings.
 
-    build and dist_optimizer call start(), so a custom program does not need to. train.py calls the same functions
-    before it builds a program, because other phases run between them; start() then only returns the settings.
+    build and dist_optimizer call start(), so a custom program does not need to call it. train.py starts Fleet itself
+    before it builds a program (phases.prepare), so that start() only returns the settings.
 
     Returns:
         Settings, resolved and frozen; see resolution.resolve.
@@ -214,7 +214,7 @@ def run(
         exe: static.Executor.
         program, fetchs: results of compile_prog and build.
         epoch: epoch number, for the log.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: whether to train or to evaluate, Mode.TRAIN or Mode.EVAL.
         lr_scheduler: schedule to advance after each step, or None.
     Raises:
         Preempted: a stop was requested, and all processes stopped before the same step.
@@ -235,8 +235,8 @@ def log_info(step: tuple[int, ...], metrics: dict[str, Any], mode: Mode) -> None
 
     Args:
         step: (epoch, step), (epoch,) or ().
-        metrics: {name: value}. In the report, the metric NAME is called "train.NAME" or "val.NAME". Arrays are not
-            logged, because report.py writes them to files.
-        mode: Mode.TRAIN or Mode.EVAL.
+        metrics: {name of a metric: value}. In the report, the metric NAME is called "train.NAME" or "val.NAME". Arrays
+            are not logged, because run_report.py writes them to files.
+        mode: kind of the steps that the metrics describe, Mode.TRAIN or Mode.EVAL.
     """
     log_metrics(step, metrics, mode)

@@ -192,8 +192,8 @@ class _Recipe:
         return None
 
     def _choose_image_size(self, network):
-        """If the image size is not explicit, train at that of the pretrained weights. Random resized crops enlarge
-        objects, so evaluation uses larger images (arXiv:1906.06423); see benchmarks/log/flowers_h200.md."""
+        """If the image size is not explicit, train at the image size of the pretrained weights. Random resized crops
+        enlarge objects, so evaluation uses larger images (arXiv:1906.06423); see benchmarks/log/flowers_h200.md."""
         if not any(map(self._settings.is_explicit, SIZE_FLAGS)):
             size = round(network.image_size * network.resize_ratio)
             self._set("image size of the weights", sizes=[f"{network.image_size}:0"])
@@ -253,8 +253,8 @@ class _Recipe:
                 warmup_epochs=warmup_epochs(self._settings.epochs),
             )
         self._set(kind, optimizer="AdamW" if self._is_fine_tuned else "Nesterov")
-        # The initial BN statistics must fade within the run. With EfficientNet-Lite's momentum of 0.99, they still have
-        # a weight of one half after 70 steps.
+        # With EfficientNet-Lite's momentum of 0.99, the initial BN statistics still have a weight of one half after 70
+        # steps.
         self._set("the initial BN statistics must fade within the run", bn_momentum=0.9)
         rule = OPTIMIZERS[self._settings.optimizer]
         if "momentum" in rule.flags:

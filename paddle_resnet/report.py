@@ -1,7 +1,7 @@
 """`python -m paddle_resnet.report RUN...`: compare runs based on their reports, or write the page of a run.
 
-Paddle is imported only for heat maps of misclassified images, and DALI never. The packages of the page are imported
-late, because train.py imports this module.
+Paddle is imported only for heat maps of misclassified images, and DALI is never imported. The packages of the page are
+imported late, because train.py imports this module.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def write_page_of_run(options: Options) -> None:
 
 
 def write_page(path: str | Path, report_file: str | Path, model_arch_name: str | None = None) -> None:
-    """Write the page of a run, with heat maps. The page is the same during the run and later.
+    """Write the page of a run, with heat maps. For the same run, train.py and `paddle_resnet.report` write the same
+    page.
 
     Args:
         path: path of the page to write.
         report_file: path of the report.
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file; other names have no effect. The name
-            in the report is not used, because it would run the file.
+            in the report is not used, because a report must not cause Python code to run.
     Raises:
         UsageError, RunError: see page.write.
     """

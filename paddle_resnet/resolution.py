@@ -66,12 +66,12 @@ def resolve_device(settings: values.Settings) -> None:
 
     Raises:
         UsageError: --device is gpu, but Paddle cannot use a GPU; or the job has several processes, which
-            --program-representation does not support.
+            --program-representation pir does not support.
     """
     if settings.program_representation == "pir" and processes.world_size() > 1:
         raise UsageError(
             f"--program-representation pir: requires a single process, but this job has {processes.world_size()}; "
-            "start a single process, or use legacy"
+            "start a single process, or use --program-representation legacy"
         )
     device = gpus.resolve(settings.device, processes.local_gpu(), processes.world_size() > 1)
     settings.resolve("machine", device=device)
@@ -94,8 +94,8 @@ def drop_unused(settings: values.Settings) -> None:
 
 def resolve_layout(settings: values.Settings) -> None:
     """On a CPU, choose NHWC for PIR programs, because only in this layout do they compute exactly what legacy programs
-    compute. Choose it also with --kernels auto if the custom kernels can be built. These kernels are faster than
-    Paddle's and support only NHWC. If --data-layout is explicit or inherited, it does not change."""
+    compute. Also choose NHWC with --kernels auto if the custom kernels can be built, because the custom kernels are
+    faster than Paddle's and support only NHWC. If --data-layout is explicit or inherited, its value does not change."""
     if settings.device != "cpu" or settings.origin("data_layout") != "default":
         return
     if settings.program_representation == "pir":

@@ -91,7 +91,8 @@ def outputs(settings: output.Settings, evaluates: bool, is_multi_label: bool = F
 
 def announced(settings: output.Settings, evaluates: bool, is_multi_label: bool = False) -> set[str]:
     """Return the keys of outputs() for which outputs.claim need not log a warning: the report and, if the report
-    exists, its tables. Either this module logs that the run replaces them, or a resumed run continues them."""
+    exists, its tables, because either this module logs that the run replaces these files, or a resumed run continues
+    them."""
     if not Path(settings.report_file).is_file():
         return {"--report-file"}
     kinds = tables(settings, evaluates, is_multi_label)
@@ -126,8 +127,8 @@ def check_replaced(options: Options, checkpoint, run_folder: Path) -> None:
         run_folder: folder of the run's checkpoints.
     Raises:
         UsageError: the file cannot be read or is not a report; the file is the report of a training run that this run
-            does not resume, and --overwrite is not set; the run would append to the report of another run; or
-            --report-html is set, and the path exists, but is not a regular file.
+            does not resume, and --overwrite is not set; the run would append to the report of a different run; or
+            --report-html is set, and the path of the report exists, but is not a regular file.
     """
     path = Path(options.report_file)
     if not path.is_file():
@@ -235,8 +236,8 @@ def start_line(
 
 
 def all_done(options: Options, entry: dict[str, Any], checkpoint) -> bool:
-    """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, write the summary if the
-    run was killed before it wrote it. `entry` is the result of first_entry.
+    """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, also write the summary of
+    the run if the report has none, because the run was killed. `entry` is the result of first_entry.
 
     Returns:
         whether the HTML report (--report-html) is missing.
@@ -328,7 +329,7 @@ def conclude(options: Options, argv: list[str], result: dict[str, Any], mode: Mo
         options: flags of the run.
         argv: arguments of the command line.
         result: result of program.run, without arrays.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: kind of the run, Mode.TRAIN or Mode.EVAL.
     Raises:
         RunError: the report file can no longer be written.
     """
@@ -475,13 +476,14 @@ def _summary(trained, evaluated, best, last):
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        # Older checkpoints lack some of these metrics.
+        # The best result in an older checkpoint may lack some metrics.
         data |= {f"best.val.{name}": best[name] for name in names if name in best}
     return data
 
 
 def _teacher(record):
-    """Return the entries of the summary for the teacher of --teacher. `record` is that of meta.json."""
+    """Return the entries of the summary for the teacher of --teacher. `record` is the entry "teacher" of meta.json, or
+    an empty dict."""
     return {f"teacher.{name}": record[name] for name in ("arch", "sha256", "top1", "map") if name in record}
 
 
@@ -500,11 +502,12 @@ def _without(argv, flags):
 def write_classes(
     options: Options, result: dict[str, Any], classes: Sequence[str], epoch: int, is_best: bool = True
 ) -> dict[str, Any]:
-    """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes no
-    files, because a benchmark does not evaluate the entire data set.
+    """Write the metrics of each class and, without --multi-label, the confusion counts next to the report, on rank 0. A
+    benchmark writes no files, because a benchmark does not evaluate the entire data set.
 
     REPORT.classes.csv has one line per class, with the columns label, class, images, correct, top1, precision, recall,
-    f1, epoch. REPORT.averages.csv has one line for the macro average and one line for the weighted average, with the
+    f1, epoch (for the columns with --multi-label, see tasks/multi_label.py). REPORT.averages.csv has one line for the
+    macro average and one line for the weighted average, with the
     columns average, precision, recall, f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction
     that occurred, the most frequent pair first, with the columns label, predicted, images, class, predicted_class,
     epoch. REPORT.predictions.csv is written if --report-html is set and --predictions does not specify a different
@@ -515,7 +518,7 @@ def write_classes(
         result: result of program.run with Mode.EVAL.
         classes: class names in label order; the network may have more outputs than there are names.
         epoch: epoch of the evaluated parameters.
-        is_best: whether the evaluation is the best of the run so far. If False, existing files are not replaced.
+        is_best: whether the evaluation is the best of the run so far; if not, existing files are not replaced.
     Returns:
         the result without its arrays.
     Raises:

@@ -5,8 +5,9 @@ all devices, the augmentation does not change the images (each image equals its 
 contains the losses that Paddle 2.6.2 and 3.3.1 computed on a CPU: with each kind of kernels, and with two processes.
 
 Exact comparisons:
-- losses on a CPU with the recorded ones, if the version of Paddle, its kind of build and the vector extensions of the
-  CPU are those of the recording. Otherwise, sums can be rounded differently, and BOUNDS limits the difference.
+- losses on a CPU with the recorded losses, if the version of Paddle, its kind of build and the vector extensions of the
+  CPU are those of the recording. On other CPUs and with other versions or builds, sums can be rounded differently, and
+  BOUNDS limits the difference.
 - losses of captured steps with those of uncaptured steps, and of a resumed run with those of the original run, on the
   same machine.
 
@@ -40,7 +41,7 @@ FLAGS = [
     *("--show-config", "false", "--dali-num-threads", "2", "--comm-timeout-s", "60"),
 ]
 _AMP = ["--amp", "--scale-loss", "128", "--use-dynamic-loss-scaling", "--amp-level"]
-# {precision on a GPU: (flags, flag that avoids it)}
+# {precision on a GPU: (flags of the precision, remedy: flags that avoid the precision)}
 PRECISIONS = {
     "float32": ([], "--device cpu"),
     "AMP O1": ([*_AMP, "O1"], "--amp false"),
@@ -48,12 +49,12 @@ PRECISIONS = {
 }
 # Limits of |loss - recorded loss| / recorded loss of the first step.
 BOUNDS = {"CPU": 1e-4, "float32": 0.005, "AMP O1": 0.02, "AMP O2": 0.02}
-TIMEOUT_S = 100  # of a child process; most of it is for building the custom kernels
+TIMEOUT_S = 100  # timeout of a child process; building the custom kernels takes most of this time
 # Environment variables of the runs: CPU kernels round independently of the number of cores, and GPU kernels are
 # deterministic.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "FLAGS_cudnn_deterministic": "1"}
-# Program of a child process that trains several times. It exits after the first failure, because a failed CUDA call
-# could make later runs fail.
+# Program of a child process that trains several times. The process exits after the first failure, because a failed CUDA
+# call could make later runs fail.
 _TRAIN = """
 import json, os, sys
 import paddle_resnet
@@ -122,8 +123,9 @@ def plan(device: str, has_native: bool) -> list[list[Run]]:
 
 
 def checks(device: str, missing: str | None, gpus: int, arithmetic: list[str]) -> Iterator[Row]:
-    """Yield a Row for each check. Its status is "no" if the check failed, and "note" if this machine does not allow it.
-    A failure prevents no other checks, except that resuming and exporting need a run that has trained.
+    """Yield a Row for each check. The status of a Row is "no" if the check failed, and "note" if this machine cannot
+    run the check. After a failure, the other checks still run, but resuming and exporting require a run that has
+    trained.
 
     Args:
         device: device on which doctor can train, "gpu" or "cpu".
@@ -164,7 +166,7 @@ def _cores():
 
 def _golden(arithmetic):
     """Return ({name: losses}, whether this machine must compute exactly these losses on a CPU). For a version without
-    recorded losses, use those of the newest recorded version."""
+    recorded losses, return the losses of the newest recorded version of Paddle."""
     goldens = json.loads(GOLDENS.read_text())
     golden = goldens.get(arithmetic[0]) or goldens[max(goldens)]
     return golden["losses"], golden["arithmetic"] == arithmetic
@@ -230,7 +232,8 @@ def _losses(report):
 
 
 def _compared(each, losses, problem, golden, is_exact, others):
-    """Return the Row of a run: compare its losses with the golden ones and with those of its twin in `others`."""
+    """Return the Row of a run: compare its losses with the recorded losses `golden` and, if `others` contains the run
+    `each.twin`, with the losses of `each.twin`."""
     if problem is not None:
         return Row(each.what, problem, "no", each.remedy)
     difference = _difference(losses, golden)

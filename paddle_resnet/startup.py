@@ -9,8 +9,8 @@ from paddle_resnet.utils.errors import RunError, command
 
 
 def import_paddle(args: Settings) -> None:
-    """Set up the log, and check what can be checked without Paddle, so that these errors appear immediately. Then
-    import Paddle and DALI, which takes seconds.
+    """Set up the log, and check what can be checked without Paddle, so that errors appear before Paddle and DALI are
+    imported, which takes seconds. Finally, import Paddle and DALI.
 
     Raises:
         UsageError: a variable of the launcher, the network, --image-root or the version of Paddle cannot be used
@@ -20,7 +20,7 @@ def import_paddle(args: Settings) -> None:
     check_environment()
     logger.setup(rank=rank())
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    # With several processes, rank 0 checks the folder later.
+    # With several processes, rank 0 checks --image-root later.
     if args.data_format != "synthetic" and world_size() == 1:
         layout.check_root(args.image_root)
     progress.phase("Paddle import")

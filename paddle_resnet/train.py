@@ -78,8 +78,8 @@ def _benchmark_training(args, argv, exe, training):
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
-    """Train up to each position in durations.stops, evaluate and save a checkpoint there if they are due, and finally
-    log a summary. --patience can end the run earlier."""
+    """Train up to each position in durations.stops, evaluate or save a checkpoint at the position if either is due, and
+    finally log a summary. --patience can end the run earlier."""
     from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces

@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         "--verify", type=files.argument, metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="list all tensors that do not match the network, not only some"
+        "--verbose", action="store_true", help="list all tensors that do not match the network, not only the first five"
     )
     return exit_codes.of(program("weights"), lambda: _main(*parser.parse_known_args(argv)))
 
@@ -94,7 +94,10 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace, flags):
     preprocessing = parsing.parse(flags)
     if other := [flag_name(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
-        raise UsageError(f"{', '.join(other[:5])}: only preprocessing flags are supported here; remove all others")
+        raise UsageError(
+            f"{', '.join(other[:5])}: not preprocessing flags, and a conversion supports no other flags of "
+            f"{program('train')}; remove them"
+        )
     if args.verify is not None:
         layout.check_split("--verify", args.verify, Mode.EVAL)
     meta = convert(args.file, args.output, args.arch, preprocessing, args.verbose, args.source)

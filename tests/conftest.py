@@ -345,22 +345,6 @@ def parse():
 
 
 @pytest.fixture
-def record(monkeypatch):
-    """Return a function record(module, *names) that replaces functions of a module. A replaced function appends (name,
-    *positional arguments) to the list record.calls, and returns record.results[name], or None."""
-    calls, results = [], {}
-
-    def record(module, *names):
-        for name in names:
-            monkeypatch.setattr(
-                module, name, lambda *args, name=name, **_: calls.append((name, *args)) or results.get(name)
-            )
-
-    record.calls, record.results = calls, results
-    return record
-
-
-@pytest.fixture
 def run_train(photos, tmp_path):
     """Return a function that calls train.main in this process with the flags of the tiny network and further flags, and
     returns (exit code, report entries). The report is only that of this call."""

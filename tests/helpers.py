@@ -70,15 +70,17 @@ os._exit(0)  # skip the destructors of Paddle's libraries, which take half a sec
 """
 
 
-def build(args, is_train=True, steps=10, seed=0):
+def build(args, is_train=True, steps=10, seed=0, is_plain=False):
     """Build a program with newly initialized parameters and return (compiled program, executor, fetchs, lr_scheduler,
-    program)."""
+    program). If `is_plain` is set, only Paddle compiles the program, so it does not use oneDNN."""
     args = frozen(args)
     paddle.seed(seed)
     main, startup = static.Program(), static.Program()
     fetchs, lr_scheduler, _, _ = program.build(args, main, startup, steps, is_train=is_train)
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
+    if is_plain:
+        return static.CompiledProgram(main), exe, fetchs, lr_scheduler, main
     compiled = program.compile_prog(args, main, fetchs["loss"][0].name, is_train=is_train)
     return compiled, exe, fetchs, lr_scheduler, main
 

@@ -446,7 +446,7 @@ def test_as_dict_excludes_flags_of_the_command(config_file):
         ("--model-prefix=", "--model-prefix: '' is not a valid file name"),
         (f"--model-prefix {'é' * 121}", "leading dot, such as"),
         ("--mixup 1e7", "--mixup: 1e7 is too large; use a number up to 1e6, such as 0.2"),
-        ("--budget-minutes 1e6", "--budget-minutes: 1e6 is too large; use at most 527040, which is a year"),
+        ("--budget-minutes 1e6", "--budget-minutes: 1e6 minutes are too long; use at most 527040, which is a year"),
         ("--lr-decay-factor 1e30", "--lr-decay-factor: 1e30 is too large; use a number up to 1000, such as 0.1"),
         ("stray", "'stray'"),
         ("--epochs 3 stray", "'stray'"),
@@ -645,7 +645,7 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--sizes 128:0,224:1 --freeze stem --unfreeze-at 90", ["--unfreeze-at 90: must be below --epochs 90"]),
         ("--optimizer RAdam --freeze stem", ["--optimizer RAdam: its formula requires that all layers are trained"]),
         ("--optimizer RAdam --opt-epsilon 1e-13", ["--opt-epsilon 1e-13: too small for --optimizer RAdam"]),
-        ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter"]),
+        ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter N"]),
         ("--iter-unit batch --num-iter 5 --lr-scheduler Piecewise", ["--lr-scheduler Piecewise has no default steps"]),
         # flags that are set to their defaults and have no effect
         (
@@ -660,7 +660,10 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--mask-algo mask_1d", ["--mask-algo mask_1d: requires --prune-model; add it, or remove --mask-algo"]),
         ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
         ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
-        ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use 0, or remove --run-scope"]),
+        (
+            "--patience 3 --run-scope train_only",
+            ["--patience 3: requires evaluations; use --patience 0, or remove --run-scope"],
+        ),
         (
             "--tensorboard-dir d --benchmark",
             ["--tensorboard-dir d: not supported with --benchmark; remove one of them"],
@@ -813,7 +816,7 @@ def test_integer_flags_have_an_upper_limit(name, value):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"model_prefix: no\n", "model_prefix: YAML parses the value as the boolean False; quote it"),
+        (b"model_prefix: no\n", "model_prefix: YAML parses the value as the boolean false; put it in quotes"),
         (b'skip_list: "a\\0b"', r"--skip-list=a\x00b: contains a null byte; remove it"),
         (
             b"image_shape: [3, [32], 32]",
@@ -1264,7 +1267,7 @@ def test_warnings_depend_on_all_flags_of_a_combination(text, expected):
 def test_warnings_depend_on_source_of_flags():
     for flags, obstacle in (("--benchmark", "--benchmark"), ("--run-scope eval_only", "--run-scope eval_only")):
         args = parse(f"--budget-minutes 5 --from-checkpoint d {flags}")
-        warning = f"--budget-minutes 5: has no effect with {obstacle}; remove it"
+        warning = f"--budget-minutes 5: has no effect with {obstacle}; remove --budget-minutes"
         assert list(validation.warnings(args)) == [warning]
         args.set("checkpoint d", budget_minutes=5)
         assert list(validation.warnings(args)) == []

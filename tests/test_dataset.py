@@ -157,8 +157,11 @@ def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(convert, "convert", killed)
     monkeypatch.setattr(verify, "verify", killed)
-    arguments = ["convert", "--from", str(tmp_path / "data"), "--to", "tfrecord", "--output", str(tmp_path / "x")]
-    for argv, message in ((arguments, "with fewer workers"), (["verify", str(tmp_path)], "free memory, and repeat")):
+    monkeypatch.setattr(split, "split", killed)
+    convert_command = ["convert", "--from", str(tmp_path / "data"), "--to", "tfrecord", "--output", str(tmp_path / "x")]
+    split_command = ["split", str(tmp_path / "data"), "--output", str(tmp_path / "x"), "--group-duplicates"]
+    commands = (convert_command, "with fewer workers"), (["verify", str(tmp_path)], "free memory, and repeat")
+    for argv, message in (*commands, (split_command, "free memory, and repeat")):
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
         assert "a worker process was killed, possibly because memory ran out" in err and message in err

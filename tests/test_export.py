@@ -320,8 +320,9 @@ def test_speed_ratio_compares_shortest_times(monkeypatch):
 
 
 def test_calibration_with_sorted_records_keeps_accuracy(one_block, run_train, tmp_path, capsys):
-    """Regression test: the activation ranges came from the first records, which were all in one class. With a sample of
-    this class, which has small activations, the INT8 network classifies a third of the images correctly."""
+    """Regression test: the activation ranges came from the first records, which were all in one class. With ranges
+    from this class, whose images have small activations, the INT8 network classifies a third of the images
+    correctly."""
     pytest.importorskip("onnxruntime")
     random, root = np.random.RandomState(0), tmp_path / "sorted"
     root.mkdir()
@@ -357,7 +358,7 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
     for correct in (995, 1010):
         export._check_top1(model, "int8", score | {"correct": correct}, score)
     few = {"correct": 10, "images": 23}
-    export._check_top1(model, "int8", few | {"correct": 9}, few)  # one image is more than 0.5% of them
+    export._check_top1(model, "int8", few | {"correct": 9}, few)  # one image is more than 0.5% of the images
     for images, remedy in ((8, "use more --calibration-images, or "), (30, "")):
         model.description["int8"]["calibration"] = sample | {"images": images}
         with pytest.raises(
@@ -472,7 +473,7 @@ def test_tolerance_of_onnx_file_depends_on_precision(checkpoint, tmp_path, monke
 
 
 def test_flags_that_a_network_trained_with_qat_does_not_support(trained, photos, tmp_path):
-    """tests/components/test_quantization.py exports such a network."""
+    """tests/components/test_quantization.py tests the exports that are supported for networks trained with --qat."""
     checkpoint, _ = trained("--qat")
     for options, message in (
         ({"int8": "tensorrt", "calibration": export.Calibration(photos)}, "--calibrate .*: .* already has activation"),
@@ -569,7 +570,7 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert fitted == json.loads((exported / "model.json").read_text())["temperature"]
     assert (fitted["images"], fitted["bins"]) == (23, 15)
     assert fitted["value"] != 1 and fitted["loss_after"] < fitted["loss_before"]
-    # The values before are those of the evaluation in training.
+    # Before the calibration, the metrics are those of the evaluation in training.
     assert fitted["loss_before"] == pytest.approx(expected["loss"], rel=1e-5)
     assert fitted["ece_before"] == pytest.approx(expected["ece"], abs=1e-6)
     assert f"ECE {fitted['ece_before']:.6f} before, {fitted['ece_after']:.6f} after (15 bins)" in out
@@ -751,7 +752,7 @@ EVALUATED = {
     "unused outputs": "--num-of-class 5",
     "label offset": "--label-offset 1",
 }
-# Other cases contain these flags.
+# These cases are soak tests, because other cases contain the same flags.
 REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images")
 
 
@@ -928,7 +929,8 @@ def test_missing_onnx_package_is_an_error(checkpoint, tmp_path, capsys, monkeypa
 
 
 def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, tmp_path, monkeypatch):
-    """All files are flushed to the disk before the folder appears, and then the rename."""
+    """All files are flushed to the disk before the folder appears, and the rename of the folder is flushed
+    afterwards."""
     synced, fsync = [], export.files.fsync
     monkeypatch.setattr(export.files, "fsync", lambda path: synced.append(path) or fsync(path))
     export.export(checkpoint, tmp_path / "new/exported")
@@ -1154,7 +1156,7 @@ def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, c
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 0
     assert "exported: Tiny, 3 classes, images [None, 3, 32, 32]" in capsys.readouterr().out
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 2
-    assert "exported: already exists; remove it or choose a different folder" in capsys.readouterr().err
+    assert "exported: already exists; remove the folder or choose a different one" in capsys.readouterr().err
     assert export.main([str(tmp_path / "exported"), str(checkpoint)]) == 2  # wrong order
     assert f"OUT {checkpoint}: already exists; choose a different folder\n" in capsys.readouterr().err
 

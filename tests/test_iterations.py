@@ -9,7 +9,6 @@ from helpers import METRICS, with_meta
 from paddle_resnet import export
 from paddle_resnet.components import stages
 from paddle_resnet.optimizers import schedules
-from paddle_resnet.passes import all_reduces
 from paddle_resnet.serving import networks
 from paddle_resnet.settings import durations
 from paddle_resnet.settings.groups import benchmark
@@ -35,12 +34,9 @@ def evaluations(report):
     return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in actual]
 
 
-def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys, monkeypatch):
-    averages = []
-    monkeypatch.setattr(all_reduces, "average_bn", lambda *_: averages.append(1))
+def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys):
     code, report = run_train(*SEVEN)
     assert code == 0
-    assert len(averages) == 5  # averages before each evaluation, and at the end of epoch 0
     assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 2), (1, 1), (1, None), (2, 1)]
     scores = {f"{epoch}_{step}" if step else str(epoch): top1 for epoch, step, top1 in evaluations(report)}
@@ -140,6 +136,13 @@ def test_stops_follow_intervals(parse):
         (1, 3, True, True, True),
         (2, 3, True, True, True),
     ]
+
+
+def test_bn_statistics_are_averaged_at_each_end_of_an_epoch_and_evaluation(parse):
+    args = parse(*STEPS, "--num-iter", "4", "--eval-interval", "2", "--save-interval", "1")
+    stops = durations.stops(args, durations.uniform(args.accumulate_steps, 3))
+    averaged = [((stop.epoch, stop.step), stop.averages_bn) for stop in stops]
+    assert averaged == [((0, 1), False), ((0, 2), True), ((0, 3), True), ((1, 1), True)]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,7 @@ def test_interval_defaults_depend_on_iter_unit(parse):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--iter-unit batch", "--iter-unit batch: requires the number of training steps; add --num-iter"),
+        ("--iter-unit batch", "--iter-unit batch: requires the number of training steps; add --num-iter N"),
         *(
             (f"--iter-unit batch --num-iter 5 --epochs {n}", f"--epochs {n}: not used by --iter-unit batch; remove it")
             for n in (3, 90)

@@ -399,7 +399,7 @@ def test_suggestion_states_factor_of_training(tmp_path, capsys, shard):
             "with a warm-up, higher rates may be better, up to the rate with the lowest loss",
             f"suggestion: --lr {curve.steepest:g}",
         ]
-        warning = f"warning: --to-lr {to_lr:g}: the loss still falls at this rate; use a higher rate\n"
+        warning = f"warning: --to-lr {to_lr:g}: the loss still falls at this rate; use a higher --to-lr\n"
         assert err == (warning if is_warned else "")
 
 
@@ -491,14 +491,14 @@ def test_unwritable_output_is_error_before_search(find, photos, tmp_path, capsys
         (["--to-lr", "1e9"], "--to-lr: 1e9 is out of range; use a rate from 1e-10 to 10000"),
         (["--to-lr", "x"], "--to-lr: 'x' is not a number"),
         (["--steps", "5"], "--steps: 5 is too small; use a whole number from 20 to 10000"),
-        (["--resume"], "--resume: not supported by lr_find, which starts a new run; remove it"),
+        (["--resume"], "--resume: not supported by lr_find, which starts a new run; remove the flag"),
         (
             ["--from-checkpoint", "x"],
             "--from-checkpoint x: not supported by lr_find, which starts a new run; use --from-pretrained-params",
         ),
-        (["--benchmark"], "--benchmark: not supported by lr_find; remove it"),
-        (["--predictions", "x.csv"], "--predictions x.csv: not supported by lr_find; remove it"),
-        (["--print-config"], "--print-config: not supported by lr_find; use it with train.py"),
+        (["--benchmark"], "--benchmark: not supported by lr_find; remove the flag"),
+        (["--predictions", "x.csv"], "--predictions x.csv: not supported by lr_find; remove the flag"),
+        (["--print-config"], "--print-config: not supported by lr_find; use the flag with train.py"),
         (
             ["--run-scope", "eval_only", "--from-pretrained-params", "x"],
             "--run-scope eval_only: lr_find requires training",

@@ -57,34 +57,6 @@ def randomized(program):
     return [a + random.uniform(0.1, 0.3, a.shape).astype("float32") if a.ndim == 1 else a for a in parameters(program)]
 
 
-def projections_last(arrays, depths, convolutions):
-    """Reorder the weights of a paddle.vision network, which creates the projection of a block before its branch."""
-    per_layer = 5  # weight of the convolution, then scale, shift, mean and variance
-    result, arrays = arrays[:per_layer], arrays[per_layer:]
-    for stage, depth in enumerate(depths):
-        for i in range(depth):
-            has_projection = i == 0 and (stage > 0 or convolutions == 3)
-            layers = convolutions + has_projection
-            block, arrays = arrays[: per_layer * layers], arrays[per_layer * layers :]
-            result += block[per_layer:] + block[:per_layer] if has_projection else block
-    return result + arrays
-
-
-@pytest.mark.parametrize(("arch", "depths", "convolutions"), [("ResNet18", (2,) * 4, 2), ("ResNet50", (3, 4, 6, 3), 3)])
-def test_resnet_logits_match_paddle_vision(arch, depths, convolutions):
-    images = np.random.RandomState(1).randn(2, 3, 64, 64).astype("float32")
-    reference, exe, out = build(getattr(paddle.vision.models, arch.lower()), (3, 64, 64))
-    weights = randomized(reference)
-    set_parameters(reference, weights)
-    expected = exe.run(reference, {"data": images}, [out])[0]
-
-    main, exe, out = build(MODELS[arch], (3, 64, 64))
-    set_parameters(main, projections_last(weights, depths, convolutions))
-    logits = exe.run(main, {"data": images}, [out])[0]
-    assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
-
-
 def vision_network(name):
     """Return a network of paddle.vision without dropout. The BN layers have the epsilon and momentum that the authors
     of the network used."""

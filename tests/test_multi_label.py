@@ -24,9 +24,10 @@ from paddle_resnet import report as report_command
 from paddle_resnet import train as train_module
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
-from paddle_resnet.serving import web
+from paddle_resnet.serving import networks, web
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import label_metrics
+from paddle_resnet.utils.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 FLAGS = ["--multi-label", "--rand-crop-scale", "0.9,1", "--batch-size", "6", "--print-interval", "1"]
@@ -343,7 +344,7 @@ def run_script(folder, image):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("flags", [[], ["--uint8"], ["--triton"]])
+@pytest.mark.parametrize("flags", [[], ["--uint8", "--triton"]])
 def test_export_computes_independent_probabilities(trained, data, tmp_path, capsys, flags):
     pytest.importorskip("onnxruntime")
     folder, _ = trained
@@ -398,7 +399,7 @@ def test_export_that_disagrees_is_not_kept(trained, data, tmp_path, capsys, monk
         assert "disagree" in capsys.readouterr().err and not (tmp_path / changed).exists()
 
 
-@pytest.mark.parametrize("kind", ["csv", "folders", "numbers"])
+@pytest.mark.parametrize("kind", ["csv", "folders", pytest.param("numbers", marks=pytest.mark.soak)])
 def test_int8_export_is_calibrated_and_verified(trained, data, tmp_path, capsys, kind):
     folder, _ = trained
     pytest.importorskip("onnxruntime")
@@ -450,3 +451,26 @@ def test_commands_of_page_run(tmp_path, work_in, capsys):
             assert main([*arguments, *(["--device", "cpu"] if main is not export.main else [])]) == 0
     out = capsys.readouterr().out
     assert out.count("scenes/val/") == COUNTS["val"] and "confirmed" in out
+
+
+def test_verify_permits_that_images_with_equal_probabilities_exchange_places(trained, data):
+    """If rounding decides the order of many images, mAP differs between two correct engines."""
+    network = networks.load_checkpoint(trained[0], "cpu")
+
+    def score(difference):
+        model = network.model(logits=True)
+        random = np.random.RandomState(0)
+
+        def outputs(images):
+            logits = difference * random.randn(len(images), network.args.num_of_class)
+            return label_metrics.probabilities(logits), logits
+
+        model.outputs = outputs
+        return export._score(network, model, data)
+
+    reversed_order = score(-1e-5)
+    assert abs(score(1e-5)["map"] - reversed_order["map"]) > export.MAP_TOLERANCE
+    export._check_agreement("engine", score(1e-5) | {"ties": 1000}, "reference", reversed_order, "")
+    different = [score(difference) | {"ties": 1000, "loss": 1} for difference in (1e-2, -1e-2)]
+    with pytest.raises(RunError, match="disagree"):
+        export._check_agreement("engine", different[0], "reference", different[1], "")

@@ -613,7 +613,8 @@ def test_csv_device_is_not_locked():
 
 
 def test_csv_with_json_requires_that_stdout_is_read(checkpoint, val_images, tmp_path):
-    """`... | head -1` would otherwise end the command without an error message and without the file."""
+    """If closing stdout were not an error, `... | head -1` would end the command without a message and without the
+    file."""
     export.export(checkpoint, tmp_path / "export")
     command = [sys.executable, "-m", "paddle_resnet.predict", tmp_path / "export", *val_images[0], "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

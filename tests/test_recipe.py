@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT, assert_one_error
 from helpers import write_checkpoint
-from paddle_resnet import config, recipe
+from paddle_resnet import config, recipe, resolution
 from paddle_resnet.checkpoints import conversion, folders, published
 from paddle_resnet.components import stages
 from paddle_resnet.settings import validation
@@ -57,12 +57,12 @@ def test_number_of_epochs_depends_on_number_of_images(weights, has_gpu, expected
     assert {n: choose(n, weights=weights, has_gpu=has_gpu).epochs for n in expected} == expected
 
 
-def test_explicit_flags_drop_conflicting_choices(monkeypatch, capsys):
+def test_explicit_flags_drop_conflicting_choices(capsys):
     flags = ["--asp", "--prune-model", "--amp-dtype", "bfloat16"]
     s = config.parse_args(["--choose-recipe", *flags])
     s.resolve("machine", device="gpu")
-    monkeypatch.setattr(recipe, "_facts", lambda settings: recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
-    recipe.choose(s)
+    recipe.choose_from(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
+    resolution.drop_unused(s)
     validation.check(s)
     assert (s.amp, s.amp_level, s.amp_dtype, s.origin("amp_level")) == (True, "O1", "bfloat16", "default")
     reason = "--asp: bfloat16 parameters are not supported"

@@ -539,12 +539,10 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
     )
 
 
-def test_slow_loader_logs_no_warning_on_cpu(run_train, parse, capsys, monkeypatch):
+def test_slow_loader_logs_no_warning_on_cpu(parse, capsys):
     options = parse().part(report.Options)
     assert not report.advise_on_loader(options, 5, {"data_time": 0.9, "batch_time": 1.0, "steps": 100})
-    monkeypatch.setattr(report, "STARVED_FRACTION", -1.0)
-    assert run_train("--epochs", "2")[0] == 0
-    assert "waited" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
 
 
 def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypatch):
@@ -587,15 +585,12 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch, shard)
         assert drawn == expected and logged.pop().items() >= {"processes": 1, "train.mib": "cpu"}.items()
 
 
-def test_benchmark_table_is_logged_as_plain_text(capsys, monkeypatch):
-    lines = []
-    monkeypatch.setattr(report.logger, "info", lines.append)
+def test_benchmark_table_is_logged_as_plain_text(capsys, environment):
     command = f"python train.py {'--key value ' * 5}--image-root [/data]"
-    monkeypatch.setenv("COLUMNS", "60")  # the width of the table does not depend on the terminal
+    environment(COLUMNS=60)  # the width of the table does not depend on the terminal
     result = {"ips": 12.5, "loss": -123456.7, "images": 1281167}
     report._print_table("benchmark: train", result, {"command": command})
-    assert capsys.readouterr().out == ""
-    [table] = lines
+    table = capsys.readouterr().out
     assert table.startswith("benchmark: train ")
     assert command in table
     assert "12.5" in table and "-123,457" in table and "1,281,167" in table

@@ -20,8 +20,8 @@ print(json.dumps([codes, "paddle" in sys.modules]))
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that calls train.main with each command, in one process. It returns (exit codes, whether Paddle
-    was imported, stderr)."""
+    """Return a function that calls train.main with each command, in one process. The function returns (exit codes,
+    whether Paddle was imported, stderr)."""
 
     def start(*commands, **variables):
         paths = os.pathsep.join(map(str, (tmp_path, ROOT)))

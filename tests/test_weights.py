@@ -222,7 +222,7 @@ def test_invalid_command_is_an_error(file, tmp_path, capsys):
     assert error(capsys, file, "--output", tmp_path, "--arch", "Small") == (
         f"--output {tmp_path}: already exists; remove it or choose a different folder"
     )
-    assert "--lr: only preprocessing flags are" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
+    assert "--lr: not preprocessing flags" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
     assert "--nothing: unknown flag" in error(capsys, file, *out, "--arch", "Small", "--nothing")
     assert "--arch Tiny: weights of this network cannot be converted" in error(capsys, file, *out, "--arch", "Tiny")
     for arguments, message in (
@@ -289,7 +289,7 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
 
 
 def test_state_of_look_alikes_requires_the_source(small, monkeypatch, tmp_path, capsys):
-    """The tiny network has the tensor names of ResNet50, and therefore the same look-alikes."""
+    """The tiny network has the tensor names of ResNet50, and therefore the look-alikes of ResNet50."""
     monkeypatch.setitem(look_alikes.LOOK_ALIKES, "Small", look_alikes.LOOK_ALIKES["ResNet50"])
     path, out = tmp_path / "resnet.pth", ["--arch", "Small", "--output", tmp_path / "out"]
     path.write_bytes(torch_file(of_torch(tensors())))

@@ -64,10 +64,10 @@ def read_npz(path: str | Path, content: bytes | None = None) -> dict[str, np.nda
     """
     with errors(), _opened(path, content) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
-            raise UnreadableError("compressed files are not supported")  # a small archive could expand to any size
+            raise UnreadableError("compressed files are not supported")  # a small file could expand to any size
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
-            state = {name: arrays[name] for name in arrays.files}  # np.load returns other files as bytes
+            state = {name: arrays[name] for name in arrays.files}  # np.load returns files that are not arrays as bytes
         for name, value in state.items():
             if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
                 raise UnreadableError(f"{name!r} is not an array of numbers")
@@ -223,7 +223,8 @@ class NumPyObjects:
         return Known(full_name)
 
     def call(self, function: object, arguments: object) -> Any:
-        """Evaluate the REDUCE opcode: return the object that calling the function or class would create."""
+        """Evaluate the REDUCE opcode: return the object that calling the function or class would create. Raises
+        UnreadableError for a call that a pickle of number arrays does not need."""
         if isinstance(function, Known):
             match function, arguments:
                 case "numpy.core.multiarray._reconstruct", _:

@@ -1,8 +1,8 @@
 """Write, verify, list and delete checkpoint folders on disk, independently of the network.
 
 Checkpoints are written atomically. The folder ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its
-meta.json is valid, and every file that meta.json lists has the listed size and sha256. These hidden entries in ROOT are
-temporary. If a run is killed, the next run removes, restores or reuses them:
+meta.json is valid, and every file that meta.json lists has the listed size and sha256. If a run is killed, the next run
+removes, restores or reuses these temporary hidden entries in ROOT:
 
     .NAME.partial    a checkpoint that is being written
     .NAME.replaced   the older folder NAME, until a new folder has replaced it
@@ -14,8 +14,8 @@ usual names of checkpoint files. Checkpoints of other programs, which have no me
 under a different name.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
-renames it. "marker" is for storage without atomic renames. It writes directly to NAME/, starting with the file
-.unfinished and ending with meta.json.
+renames it. "marker", for storage without atomic renames, writes directly to NAME/, starting with the file .unfinished
+and ending with meta.json.
 """
 
 import contextlib
@@ -288,10 +288,9 @@ def prefix(folder: str | Path, model_prefix: FlagValue) -> Path:
 
 
 def foreign_prefix(folder: str | Path, model_prefix: FlagValue) -> str:
-    """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if this
-    flag is explicit. Otherwise, it is NVIDIA's prefix or the value of --model-prefix if the folder contains a .pdparams
-    file with this prefix; otherwise, it is the only prefix in the folder or, if there are none or several, NVIDIA's
-    prefix."""
+    """Return the file prefix in a checkpoint folder that another program wrote: --model-prefix if this flag is
+    explicit; otherwise, NVIDIA's prefix or the value of --model-prefix if the folder contains a .pdparams file with
+    this prefix; otherwise, the only prefix in the folder or, if there are none or several, NVIDIA's prefix."""
     if model_prefix.is_explicit:
         return model_prefix.value
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
@@ -301,7 +300,7 @@ def foreign_prefix(folder: str | Path, model_prefix: FlagValue) -> str:
 
 def is_foreign(folder: str | Path) -> bool:
     """Return whether a folder contains parameters that this project did not write, such as a checkpoint of NVIDIA's
-    example. Such a folder contains neither meta.json nor .unfinished."""
+    example: .pdparams files without meta.json and .unfinished."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -494,8 +493,9 @@ def _target(path):
 
 
 def newest(root: str | Path) -> Path | None:
-    """Return the most recently written checkpoint with a valid meta.json below ROOT. If there is none, return the
-    checkpoint of another program with the highest epoch number, or None. The files are not verified."""
+    """Return the most recently written checkpoint with a valid meta.json below ROOT. If no checkpoint has a valid
+    meta.json, return the checkpoint of another program with the highest epoch number, or None. The files are not
+    verified."""
     valid, others = newest_first(root)
     foreign = [folder for folder, _ in others if is_foreign(folder)]
     return valid[0][0] if valid else next(reversed(foreign), None)

@@ -50,7 +50,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
         types.
     Raises:
         UnreadableError: the file is damaged, has an unknown format, contains a value that is not finite in float32, or
-            contains no dict of tensors. In PyTorch's files, a dict in one of the entries _NESTED may be this dict.
+            contains no dict of tensors. In PyTorch's files, one of the entries _NESTED may contain the dict of tensors.
     """
     readers = {".pdparams": _read_pdparams, ".safetensors": _read_safetensors}
     readers |= dict.fromkeys((".pth", ".pt", ".tar", ".bin"), _read_torch)
@@ -204,8 +204,8 @@ def _read_zip(file, size):
 
 def _read_legacy(file):
     """Read the format of PyTorch versions before 1.6. The file contains five pickles: a magic number (already read),
-    the version, the platform, the object, and the keys of the object's storages. Then the storages follow, each
-    preceded by its length."""
+    the version, the platform, the object, and the keys of the object's storages. After the pickles, the storages
+    follow, each preceded by its length."""
     size, objects = _size(file), _TorchObjects()
     version, platform, state, keys = (arrays.interpret(file, size, objects) for _ in range(4))
     if version != _LEGACY_PROTOCOL or not isinstance(platform, dict) or platform.get("little_endian") is not True:

@@ -3,8 +3,8 @@ of this project, and weights of this project to the names of timm.
 
 A rule translates the name of a layer. The rule's regular expression captures the numbers that identify the layer's
 block, and * in the replacement stands for the corresponding block in this project. Blocks are matched by order: the
-block with the n-th lowest numbers corresponds to the n-th block of this project's network. The opposite direction uses
-the same rules: a name is the inverse of a rule if the rules translate it back.
+block with the n-th lowest numbers corresponds to the n-th block of this project's network. The same rules translate
+this project's names into foreign names: a foreign name is valid if the rules translate it into the original name.
 """
 
 import itertools
@@ -41,8 +41,8 @@ _LISTED = 5  # maximum number of names in an error message
 
 
 class MismatchError(Exception):
-    """Raised if tensors cannot be converted to the parameters of a network. The message describes the problem. If it
-    does not list all affected tensors, `lines` lists them."""
+    """Raised if tensors cannot be converted to the parameters of a network. The message describes the problem. If the
+    message does not list all affected tensors, `lines` lists them."""
 
     def __init__(
         self, message: str, lines: Iterable[str] = (), remedy: str = "set --arch to the network of the weights"
@@ -264,7 +264,7 @@ def _pphgnet_v2(aggregations, head):
 
 _HEAD = ("head",)
 _LITE_OF_TIMM = "timm's tf_efficientnet_lite"  # see look_alikes.py
-# The keys are the names of the modules in models/ that define the networks.
+# The keys of LAYOUTS are the names of the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
         Layout("torchvision, timm, paddle.vision", _RESNET),
@@ -567,7 +567,7 @@ def _some(names):
 
 def _adapt_squeeze_excitation(arrays, shapes, slope, offset):
     """Scale the second layer of squeeze-and-excitation, so that clip(x / 6 + 0.5, 0, 1) has the same output as
-    clip(slope * x + offset, 0, 1) in the other project. If that project does not round up the number of hidden
+    clip(slope * x + offset, 0, 1) in the other project. If the other project does not round up the number of hidden
     channels, add channels with zero weights."""
     for layer in (name.removesuffix(".reduce.weight") for name in shapes if name.endswith(".se.reduce.weight")):
         weight, bias = f"{layer}.expand.weight", f"{layer}.expand.bias"
@@ -592,17 +592,18 @@ def _fold(arrays, layer, epsilon):
 
 
 def _warn_of_padding(layout, arrays):
-    """Warn if the input of the pooling layer can be negative, because its output then depends on the padding."""
+    """Warn if the layer `layout.padded`, the input of a max pooling layer, can return negative values, because the
+    output of max pooling then depends on the padding."""
     if layout.padded and min(arrays[f"{layout.padded}.{field}"][0] for field in ("scale", "bias")) < 0:
         logger.warn(
-            f"{layout.padded}: returns negative values, so the logits here and in {layout.projects}, which pads them "
-            "with zeros at the bottom and right edge before max pooling, differ slightly; compare the accuracies"
+            f"{layout.padded}: returns negative values, which {layout.projects} pads with zeros at the bottom and "
+            "right edge before max pooling, so the logits of this project differ slightly; compare the accuracies"
         )
 
 
 def _adapt_epsilon(arrays, before, after):
-    """Scale the BN weights, so that BN with the epsilon after(name) has the same output as with before(name), where
-    `name` is the name of the variance."""
+    """Scale the BN weights, so that BN with the epsilon after(name) has the same output as BN with the epsilon
+    before(name), where `name` is the name of the variance."""
     for name in [name for name in arrays if name.endswith("._variance") and before(name) != after(name)]:
         weight, variance = f"{name.removesuffix('._variance')}.weight", arrays[name].astype(np.float64)
         factor = np.sqrt((variance + after(name)) / (variance + before(name)))

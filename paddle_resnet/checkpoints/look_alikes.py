@@ -1,7 +1,8 @@
 """Networks of timm and torchvision whose weights have the same names and shapes, but whose outputs differ.
 
 tests/checkpoints/look_alikes.py compared all classifiers in timm 1.0.31 and torchvision 0.28.0, and their outputs for
-the same random weights. A network that is missing here has no look-alikes in these libraries.
+the same random weights. Networks that LOOK_ALIKES does not contain have no look-alikes in timm 1.0.31 and torchvision
+0.28.0.
 """
 
 from collections.abc import Iterable
@@ -51,8 +52,8 @@ def check(path: str | Path, arch: str, tensors: Iterable[str], projects: str, so
         projects: names of the projects that use these tensor names (result of foreign_names.convert).
         source: value of --source, or None.
     Raises:
-        UsageError: the outputs of the source differ from those of the network; or the source is unknown, and names and
-            shapes do not determine it.
+        UsageError: the outputs of the source differ from those of the network; --source is not needed, or is not a
+            network with these tensor names; or --source is not set, and the file may contain weights of a look-alike.
     """
     known = LOOK_ALIKES.get(arch, {}) if is_from_torch(tensors) else {}
     known = {name: problem for name, problem in known.items() if name.partition(".")[0] in projects}

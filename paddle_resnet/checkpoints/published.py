@@ -44,13 +44,13 @@ def _torchvision(arch, resize_short=256):
     return Published(arch, "BSD-3-Clause", "https://github.com/pytorch/vision", None, sizes)
 
 
-# The keys are the values of NAME in `python -m paddle_resnet.weights NAME`.
+# The keys of PACKAGED are the values of NAME in `python -m paddle_resnet.weights NAME`.
 PACKAGED = {
     "efficientnet-lite0": _lite(0, 224),
     "efficientnet-lite1": _lite(1, 240),
     "efficientnet-lite2": _lite(2, 260),
 }
-# The keys are the first eight digits of the sha256 of the weight file.
+# The keys of HASHED are the first eight digits of the sha256 of the weight file.
 HASHED = {
     "57934424": PACKAGED["efficientnet-lite0"],
     "77cc7160": PACKAGED["efficientnet-lite1"],

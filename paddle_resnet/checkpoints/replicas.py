@@ -23,11 +23,11 @@ INTERVAL_STEPS = 1000  # training steps between two checks; the variables are al
 def names(program: static.Program) -> list[str]:
     """Return the names of the variables of a training program that must be equal on all ranks, sorted.
 
-    These are all variables that a checkpoint contains: parameters, float32 master weights, ASP masks, optimizer state
-    (such as velocity, Adam moments, slow weights of --lookahead), learning rate, loss scale and EMA weights. The
-    variables that the forward pass writes are excluded, because each rank computes them from its own images: BN
-    statistics with their moving averages (--ema), and ranges of quantized activations (--qat). The half-precision copy
-    of a parameter is included, although the next update overwrites it with its master weight.
+    The result contains all variables that a checkpoint contains: parameters, float32 master weights, ASP masks,
+    optimizer state (such as velocity, Adam moments, slow weights of --lookahead), learning rate, loss scale and EMA
+    weights. The variables that the forward pass writes are excluded, because each rank computes them from its own
+    images: BN statistics with their moving averages (--ema), and ranges of quantized activations (--qat). The
+    half-precision copy of a parameter is included, although the next update overwrites it with its master weight.
     """
     ops = graph.block(program).ops
     own = {name for op in ops if op.attr("op_role") == graph.FORWARD for name in op.output_arg_names}
@@ -43,17 +43,18 @@ def check(program: static.Program, where: str) -> None:
         program: training Program; its variables are in the global scope.
         where: position in the run for the message, such as "before step 2000 of epoch 3".
     Raises:
-        RunError: the variables differ between the ranks. Every rank raises this error with the same message.
+        RunError: the variables differ between the ranks. Every rank raises RunError with the same message.
     """
     if processes.world_size() == 1:
         return
     own = checksums(program)
-    # If the variables are equal, the ranks exchange only one number each, because the store never frees memory.
+    # If the variables are equal, the ranks exchange only one number each, because the store through which they exchange
+    # numbers never frees memory.
     total = zlib.crc32(np.array([*own.values()], np.uint32))
     if len(np.unique(exchange.all_gather([total]))) == 1:
         return
     message = describe(exchange.all_gather([*own.values()]), [*own], where)
-    exchange.let_others_leave()  # otherwise, other ranks could report that rank 0 failed first
+    exchange.let_others_leave()  # without this call, other ranks could report that rank 0 failed first
     raise RunError(message)
 
 

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 
 def find(args: values.Settings) -> StartCheckpoint | None:
-    """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If there is
-    none and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this folder.
+    """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If no
+    checkpoint is found and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in
+    this folder.
 
     Rank 0 finds the checkpoint and, if it has a meta.json, verifies the checksums of all its files.
 
@@ -131,7 +132,7 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
 
 def _check_default_network(folder):
     """Raise UsageError if --resume finds no checkpoint of the default network in the run folder, but the output folder
-    contains runs of other networks. The user may have meant one of those runs."""
+    contains runs of other networks, because the user may have meant one of these runs."""
     others = [run.name for run in folders.runs_below(folder.parent)] if folder.parent.is_dir() else []
     if others:
         raise UsageError(
@@ -161,10 +162,10 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         root: folder that contains the checkpoints.
         model_prefix: values.FlagValue of --model-prefix.
         iter_unit: value of --iter-unit.
-        resumes: whether the search is for --resume. If False and another program wrote all checkpoints, the newest
-            of these checkpoints is returned.
-        has_alternative: for --resume, whether the run can start from --from-checkpoint instead. If True and another
-            program wrote all checkpoints, None is returned.
+        resumes: whether the search is for --resume. If `resumes` is False and another program wrote all checkpoints,
+            the newest of these checkpoints is returned.
+        has_alternative: for --resume, whether the run can start from --from-checkpoint instead. If has_alternative is
+            True and another program wrote all checkpoints, None is returned.
     Raises:
         UsageError: none of the checkpoints is valid; the search is for --resume, another program wrote all checkpoints,
             and has_alternative is False; or _position fails.
@@ -254,7 +255,7 @@ def origin(
     None) if there is no checkpoint.
 
     Args:
-        checkpoint: result of find.
+        checkpoint: the checkpoint that the run starts from (result of find), or None.
         pretrained: value of --from-pretrained-params.
         model_prefix: values.FlagValue of --model-prefix.
     Raises:
@@ -288,11 +289,11 @@ def log_evaluated(folder: str | None, meta: dict[str, Any] | None) -> int:
 
 def resolve_network(args: values.Settings) -> None:
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
-    explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
-    network.
+    explicit, set --model-arch-name to the network of the specified checkpoint, so that --resume searches the run
+    folder of this network.
 
     Raises:
-        UsageError: the flags of that checkpoint cannot be read, or find() or origin() fails.
+        UsageError: the flags of the checkpoint cannot be read, or find() or origin() fails.
     """
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
         first = args.copy("internal", resume=False)
@@ -307,8 +308,8 @@ def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> 
     determines whether the run inherits it.
 
     Args:
-        args: flags.
-        checkpoint: result of find.
+        args: flags of the run.
+        checkpoint: the checkpoint that the run starts from (result of find), or None.
     Raises:
         UsageError: the flags, including the inherited flags, are invalid or contradict each other; or origin or
             recorded_flags fails.
@@ -373,7 +374,7 @@ def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -
 
     Args:
         folder: folder of the checkpoint.
-        meta: content of its meta.json.
+        meta: content of the checkpoint's meta.json.
         arch: value of --model-arch-name if it is explicit, otherwise None. A Python file is imported only if
             --model-arch-name specifies the file, not because a checkpoint contains its path.
     Raises:
@@ -384,7 +385,7 @@ def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -
         validation.check_sizes(args.part(images.Settings))
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("recorded", model_arch_name=registered_name(recorded))  # the name of the run folder
+            args.resolve("recorded", model_arch_name=registered_name(recorded))  # run folders have the registered name
     except UsageError as e:
         raise UsageError(
             f"{folder}: {folders.META} contains an invalid flag ({e}); choose a different checkpoint"
@@ -396,7 +397,7 @@ def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -
                 f"--model-arch-name {recorded} if you trust this file"
             )
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
-            args.resolve("recorded", model_arch_name=arch)  # use the current path of the file
+            args.resolve("recorded", model_arch_name=arch)  # the file may have moved since the run
             if user_file.sha256(arch) != meta.get("network_sha256"):
                 logger.warn(
                     f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"
@@ -414,7 +415,7 @@ def check_resumed_classes(checkpoint: StartCheckpoint, now: list[str] | None, fi
     """Raise UsageError if the classes of a resumed run differ from those of its checkpoint.
 
     Args:
-        checkpoint: result of find.
+        checkpoint: the checkpoint of the resumed run (result of find).
         now: result of numbering.data_classes, or None. Classes without names are only counted.
         fine_tuning: command that fine-tunes the network of the checkpoint, for the error message.
     """
@@ -468,9 +469,9 @@ def restore(
     saved within an epoch, also restore the metric sums of the epoch and the BN statistics of this process.
 
     Args:
-        checkpoint: result of find.
+        checkpoint: the checkpoint that the run starts from (result of find).
         lr_scheduler: schedule built from this run's flags. The learning rate depends only on the step, so it continues
-            as in an uninterrupted run with these flags.
+            as in an uninterrupted run with the flags of this run.
         loader: training loader, built with checkpoint.loader_state.
         fetchs: result of program.build.
         place: device of the program.
@@ -502,7 +503,7 @@ def restore(
         checkpoint = dataclasses.replace(checkpoint, step=0)
         logger.warn(
             f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
-            "checkpoint's parameters; to continue where it stopped, use the original data, flags and number of "
+            "checkpoint's parameters; to continue inside the epoch, use the original data, flags and number of "
             "processes"
         )
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # only the evaluation of the epoch is pending
@@ -540,7 +541,7 @@ def _log_environment_changes(folder, meta, place):
     if before != paddle.__version__:
         logger.warn(
             f"{folder}: written with Paddle {before}, but this run uses {paddle.__version__}, so results may differ; "
-            "use the same version to reproduce them"
+            "use the same version to reproduce the results"
         )
     if processes.world_size() != meta["world_size"]:
         logger.warn(
@@ -559,7 +560,7 @@ def _log_arithmetic_changes(folder, before, now):
     if before["threads"] != now["threads"]:
         logger.warn(
             f"{folder}: written with OMP_NUM_THREADS={before['threads']}, but this run has {now['threads']}, {effect}; "
-            f"set OMP_NUM_THREADS={before['threads']} to reproduce them"
+            f"set OMP_NUM_THREADS={before['threads']} to reproduce the losses"
         )
     lacking, additional = (
         [name for name in some["instructions"].split() if name not in others["instructions"].split()]
@@ -568,5 +569,5 @@ def _log_arithmetic_changes(folder, before, now):
     if differing := [f"without {name}" for name in lacking] + [f"with {name}" for name in additional]:
         logger.warn(
             f"{folder}: written with a different instruction set (this run: {', '.join(differing[:3])}"
-            f"{', ...' * (len(differing) > 3)}), {effect}; resume on the same type of CPU to reproduce them"
+            f"{', ...' * (len(differing) > 3)}), {effect}; resume on the same type of CPU to reproduce the losses"
         )

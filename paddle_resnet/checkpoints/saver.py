@@ -3,9 +3,9 @@ and `best` point to the newest checkpoint and to the checkpoint with the best ev
 
 PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the optimizer state, the learning rate,
 the loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains the
-EMA of each weight instead of its current value. variables.py reads these files. meta.json contains the position of the
-run and the state of each process's loader. Within an epoch, each process has its own BN statistics. bn_rankN.npz
-contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
+EMA of each weight instead of its current value. variables.py reads the files with the prefix PREFIX. meta.json contains
+the position of the run and the state of each process's loader. Within an epoch, each process has its own BN statistics.
+bn_rankN.npz contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from paddle_resnet.step import facts
 from paddle_resnet.utils import logger, signals
-from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import RunError, UsageError, counted
 from paddle_resnet.utils.meters import main_metric
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ def _is_within(path, folder):
 def best_before(root: str | Path, checkpoint: StartCheckpoint) -> dict[str, Any] | None:
     """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
     good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint that was written before
-    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if there is none."""
+    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if no checkpoint that led
+    to `checkpoint` has an evaluation."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -245,8 +246,8 @@ class Saver:
     def save_if_due(
         self, stop: durations.Stop, trained: dict[str, Any] | None, evaluated: dict[str, Any] | None
     ) -> None:
-        """Save a checkpoint at a stop if --save-interval requires it, if the evaluation there is the best so
-        far, or if --patience ends the run. For exceptions, see save()."""
+        """Save a checkpoint at a stop if --save-interval requires a checkpoint, if the evaluation at the stop is the
+        best so far, or if --patience ends the run. For exceptions, see save()."""
         step = stop.place().get("step")
         is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
         if stop.saves or is_best or self.ends_early:
@@ -337,9 +338,9 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, *own_files.values()])
 
     def save_on_error(self, error: BaseException, epoch: int, step: int | None, trained: dict[str, Any] | None) -> None:
-        """Save the state after an error if a resumed run can continue from this state. This is the case if a stop was
-        requested, or if an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a
-        failed evaluation, because the other processes may be dead or in a different phase.
+        """Save the state after an error if a resumed run can continue from this state: if a stop was requested, or if
+        an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a failed
+        evaluation, because the other processes may be dead or in a different phase.
 
         Args:
             error: the exception that ends the run.
@@ -400,9 +401,9 @@ class Saver:
         self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run. Keep the best checkpoint, the newest N checkpoints,
-        and the newest N checkpoints at the end of an epoch, where N is --keep-checkpoints. Checkpoints of other runs
-        are not deleted."""
+        """Set the links `latest` and `best`, and delete old checkpoints of this run. Keep the best checkpoint, the
+        newest N checkpoints, and the newest N checkpoints at the end of an epoch, where N is --keep-checkpoints.
+        Checkpoints of other runs are not deleted."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)
@@ -415,7 +416,8 @@ class Saver:
                 folders.delete(folder)
 
     def _mark(self, marker, name):
-        """Set a link. If the link cannot be set, log only a warning, because --resume does not use the links."""
+        """Set the link `latest` or `best`. If the link cannot be set, log only a warning, because --resume does not use
+        the links."""
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:
@@ -433,7 +435,7 @@ def _check_finite(folder, states):
     bad = [name for state in states for name, array in state.items() if not np.isfinite(array).all()]
     if bad:
         raise RunError(
-            f"{folder}: checkpoint not written, because {len(bad)} of its arrays have non-finite values "
+            f"{folder}: checkpoint not written, because of non-finite values in {counted(len(bad), 'array')} "
             f"({', '.join(bad[:3])}{', ...' * (len(bad) > 3)}); resume from an earlier checkpoint or start a new run, "
             "with a lower --lr"
         )

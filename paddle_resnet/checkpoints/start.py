@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from. restore.py finds it."""
+"""The checkpoint that a run starts from, which restore.py finds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ class StartCheckpoint:
     Attributes:
         folder: path of the checkpoint.
         epoch: epoch in which training continues.
-        step: number of completed steps in this epoch. With --accumulate-steps, every batch counts as a step.
+        step: number of completed steps in `epoch`. With --accumulate-steps, every batch counts as a step.
         meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
-            If False, this run restores only the variables, and begins with `epoch`.
+            If `resumes` is False, this run restores only the variables, and begins with `epoch`.
         label: name of the checkpoint in messages: the flag that selected the checkpoint, and the folder.
     """
 
@@ -37,7 +37,7 @@ class StartCheckpoint:
 
     @property
     def loader_state(self) -> dict[str, Any] | None:
-        """The state of this process's loader, or None."""
+        """The state of this process's loader, or None if `resumes` is False."""
         if not self.resumes:
             return None
         return self.rank_state["loader"]
@@ -61,7 +61,7 @@ class StartCheckpoint:
 
     @property
     def evaluations_since_best(self) -> int:
-        """The number of evaluations after the best evaluation of the resumed run."""
+        """The number of evaluations after the best evaluation of the resumed run; 0 if `resumes` is False."""
         return self.meta.get("evaluations_since_best", 0) if self.resumes else 0
 
     def ended_early(self, patience: int) -> bool:
@@ -69,7 +69,7 @@ class StartCheckpoint:
         return 0 < patience <= self.evaluations_since_best
 
     def is_done(self, iter_unit: str, epochs: int, num_iter: int | None, patience: int) -> bool:
-        """Return whether a run with these flags has completed all its steps."""
+        """Return whether a run with these flags has completed all its steps, or --patience has ended it."""
         if self.ended_early(patience):
             return True
         if iter_unit == "epoch":

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def resolve(path: str) -> str:
-    """Return the checkpoint folder that --teacher specifies. Rank 0 chooses it, because the best checkpoint of a run
-    that is still training may change.
+    """Return the checkpoint folder that --teacher specifies. Rank 0 chooses the checkpoint for all ranks, because the
+    best checkpoint of a run that is still training may change.
 
     Raises:
         UsageError: the folder does not exist or contains no checkpoint with a meta.json.
@@ -128,7 +128,8 @@ def check_resumed(checkpoint: StartCheckpoint | None, teacher: Teacher | None) -
     if recorded is not None and recorded["sha256"] != teacher.sha256:
         raise UsageError(
             f"--teacher {teacher.weights.parent}: {teacher.weights.name} differs from the weights with which "
-            f"{checkpoint.folder} was trained; restore the teacher {recorded['folder']}, or start a new run"
+            f"{checkpoint.folder} was trained; use --teacher {recorded['folder']} with its original weights, or start "
+            "a new run"
         )
 
 
@@ -147,7 +148,8 @@ def check_classes(program: static.Program, classes: Sequence[str]) -> None:
 
 
 def load(program: static.Program, place: variables.Place) -> None:
-    """Load the weights of the teacher of a training program, if it has one. Later stages share these variables.
+    """Load the weights of the teacher of a training program, if it has one. Later stages share the variables of the
+    teacher.
 
     Args:
         program: training Program; the weights are stored in the global scope.
@@ -169,12 +171,12 @@ def load(program: static.Program, place: variables.Place) -> None:
         state = {name: array for name, array in state.items() if name not in ranges}
     if names != set(state):
         raise UsageError(
-            f"{label}: {teacher.weights.name} does not match {teacher.arch} ({len(names - set(state))} variables are "
-            f"missing, {len(set(state) - names)} are unknown); use a checkpoint of this network with its classifier"
+            f"{label}: {teacher.weights.name} does not match {teacher.arch} (variables: {len(names - set(state))} "
+            f"missing, {len(set(state) - names)} unknown); use a checkpoint of this network with its classifier"
         )
     for variable in own:
         array, shape = state[variable.name.removeprefix(PREFIX)], tuple(variable.shape)
-        if array.ndim == 4 and {array.shape[1], shape[1]} == {3, 4}:  # see _preprocessing
+        if array.ndim == 4 and {array.shape[1], shape[1]} == {3, 4}:  # a fourth input channel contains zeros
             array = np.pad(array, [(0, 0), (0, 1), (0, 0), (0, 0)])[:, : shape[1]]
         if array.shape != shape or not np.isfinite(array).all():
             problem = f"the shape {list(array.shape)}" if array.shape != shape else "values that are not finite"

@@ -4,7 +4,8 @@ all names, shapes and types must match, except for the width of floating-point t
 flags allow (LoadOptions). Parameters are stored in float32, regardless of the training precision.
 
 PREFIX.pdema contains averages of the weights (such as those of --ema) in the format of PREFIX.pdparams. If a checkpoint
-contains this file, evaluation, prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
+contains PREFIX.pdema, evaluation, prediction, export and --from-pretrained-params read PREFIX.pdema instead of
+PREFIX.pdparams.
 """
 
 import contextlib
@@ -167,7 +168,7 @@ def load_states(
     options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place
 ) -> list[facts.State]:
     """Load the states of a training program that have a file of their own (facts.State) from a checkpoint. load() loads
-    those in PREFIX.pdopt.
+    the states in PREFIX.pdopt.
 
     Args:
         options: how the run uses the weights.
@@ -200,8 +201,8 @@ def load_states(
 def start_states(
     missing: list[facts.State], checkpoint: StartCheckpoint | None, program: static.Program, place: Place
 ) -> None:
-    """Initialize the states in `missing` that start with the values of their sources (facts.State) with the current
-    weights and BN statistics of a training program."""
+    """Copy the current weights and BN statistics of a training program to the states in `missing` that start with the
+    values of their sources (starts_as_source in facts.State)."""
     params, _ = snapshot(program)
     for state in missing:
         if not state.starts_as_source:
@@ -266,7 +267,9 @@ def pretrained_file(path: str | Path, model_prefix: values.FlagValue) -> Path:
         raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
-        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists; choose a file or its folder")
+        raise UsageError(
+            f"{flag}: neither {candidates[1]} nor {candidates[2]} exists; choose a .pdparams file or its folder"
+        )
     return path
 
 

@@ -63,7 +63,7 @@ def add(step: "StepBuilder") -> None:
     if value is None:
         return
     interval, alpha = value
-    is_due = step.declare("lookahead", lambda: (schedule.done + 1) % interval == 0)  # 1 or 0
+    is_due = step.declare("lookahead", lambda: (schedule.done + 1) % interval == 0)  # 1 in steps K, 2 K, ...
     block, startup = graph.block(step.main), graph.block(step.startup)
     for name, exact in (step.values | step.frozen_values).items():
         for target in (block, startup):

@@ -206,8 +206,9 @@ def use_levels_of(engine: str, program: "static.Program", weight_bits: int) -> N
     """Set the number of quantization levels in an inference program, in place.
 
     For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; activations that cannot be negative,
-    such as those after a ReLU, use only the levels 0 to 127. For "onnxruntime", these activations have the levels 0 to
-    255, stored as uint8 with zero point 0. On x86 CPUs, onnxruntime computes with uint8 activations and omits the ReLU.
+    such as those after a ReLU, use only the levels 0 to 127. For "onnxruntime", activations that cannot be negative
+    have the levels 0 to 255, stored as uint8 with zero point 0. On x86 CPUs, onnxruntime computes with uint8
+    activations and omits the ReLU.
 
     Args:
         engine: "onnxruntime" or "tensorrt".

@@ -100,8 +100,9 @@ def add(step: "StepBuilder") -> None:
 
 
 def start(settings: Settings, loaded: "Loaded") -> bool:
-    """With --prune-model, prune the loaded weights, unless they are already pruned. Otherwise, with --asp, apply the
-    masks. Return whether the weights were pruned: the states of other components then start from the pruned weights."""
+    """With --prune-model, prune the loaded weights, unless they are already pruned. If this function does not
+    prune, but --asp is set, apply the masks. Return whether the weights were pruned: the states of other components
+    then start from the pruned weights."""
     is_pruning = settings.prune_model and not any(name.endswith(MASK) for name in loaded.names)
     if is_pruning:
         prune(loaded.program, loaded.place, settings.mask_algo)
@@ -163,9 +164,9 @@ def compute_mask(weight: np.ndarray, algorithm: str) -> np.ndarray:
 
     Args:
         weight: [out, in, height, width] of a convolution or [in, out] of a fully connected layer.
-        algorithm: mask_1d keeps the two largest magnitudes of each group. The other algorithms also keep at most two of
-            every four consecutive outputs: mask_2d_greedy chooses the weights of a 4 x 4 block by descending magnitude,
-            and mask_2d_best maximizes the sum of their magnitudes.
+        algorithm: mask_1d keeps the two largest magnitudes of each group. mask_2d_greedy and mask_2d_best also keep at
+            most two of every four consecutive outputs: mask_2d_greedy chooses the weights of a 4 x 4 block by
+            descending magnitude, and mask_2d_best maximizes the sum of their magnitudes.
     Returns:
         array of zeros and ones with the shape and type of the weight.
     """

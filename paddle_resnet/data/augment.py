@@ -1,8 +1,9 @@
 """Random changes of training images: the flags of all changes, and the operators of those in AUGMENTATIONS.
 
 AUGMENTATIONS is the list of the optional changes, in the order in which they are applied after the random crop. To add
-one, declare its flag as a field of Settings, write its operator and add an entry. The functions that add operators
-import DALI themselves, because parsing the command line imports this module and must not import DALI.
+a change, declare its flag as a field of Settings, write its operator and add an entry to AUGMENTATIONS. The functions
+that add operators import DALI themselves, because parsing the command line imports this module and must not import
+DALI.
 """
 
 import warnings
@@ -132,7 +133,7 @@ class Augmentation(NamedTuple):
         flag: name of the flag that controls the change.
         off: value of the flag without the change.
         seeds: indexes of the seeds of its random operators. Each random operator needs its own seed, and no index may
-            occur twice, so that a change does not influence the random numbers of the others.
+            occur twice, so that a change does not influence the random numbers of other changes.
         apply: apply(images, mean, options, seeds) returns (images, mean) after adding operators to the pipeline. Images
             are uint8 [H, W, 3] in RGB; `mean` is the color that is subtracted later, which may be an output of an
             operator.
@@ -164,7 +165,7 @@ def augment(images: Any, mean: Any, options: Any, seeds: list[int]) -> tuple[Any
 def seeds_of(seed: int, shard_id: int) -> list[int]:
     """Return the explicit seeds of a shard, for the changes in AUGMENTATIONS and the padded crop. DALI assigns seeds to
     all other random operators, such as cropping and flipping, in their order in the graph. Operators with explicit
-    seeds, and therefore optional changes, have no effect on these seeds."""
+    seeds, and therefore optional changes, have no effect on the seeds that DALI assigns."""
     count = 1 + max(CROP_SEED, *(index for entry in AUGMENTATIONS for index in entry.seeds))
     return np.random.SeedSequence([seed, shard_id]).generate_state(count).tolist()
 
@@ -174,8 +175,8 @@ def _auto_augment(images, mean, options, seeds):
     and Hutter, "TrivialAugment", arXiv:2103.10158). randaug: two operations with the magnitude --auto-augment-magnitude
     (Cubuk et al., "RandAugment", arXiv:1909.13719). If an operation has a signed magnitude, the sign is random.
 
-    DALI's own functions for selecting operations are not used. They pass the same seed to several random operators,
-    which then draw the same numbers, so each operation would always have the same magnitude or sign.
+    DALI's own functions for selecting operations are not used, because they pass the same seed to several random
+    operators, which then draw the same numbers, so each operation would always have the same magnitude or sign.
     """
     from nvidia.dali import fn, types
     from nvidia.dali.auto_aug import rand_augment, trivial_augment

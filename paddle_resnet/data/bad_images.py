@@ -49,7 +49,7 @@ def decoders_silenced() -> Iterator[None]:
 def _descriptor(stream):
     try:
         return stream.fileno()
-    except OSError:  # in tests, stderr has no file descriptor
+    except OSError:  # stderr may have no file descriptor, for example under pytest
         return None
 
 
@@ -163,8 +163,8 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
         image_root: folder of the data set.
     Returns:
         (path or FILE@PLACE of the image, including image_root; problem). If the search timed out, the first item is "an
-        image in IMAGE_ROOT" and the path of the image whose check took longest. If no bad image was found, it is None.
-        The problem is "cannot be decoded" or a more specific reason.
+        image in IMAGE_ROOT" and the path of the image whose check took longest. If no bad image was found, the first
+        item is None. The problem is "cannot be decoded" or a more specific reason.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:

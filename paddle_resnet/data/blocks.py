@@ -18,7 +18,7 @@ class Blocks:
         self._limit, self._total, self._blocks = limit_bytes, 0, OrderedDict()
 
     def get(self, key: Hashable, load: Callable[[], Any], size: Callable[[Any], int]) -> Any:
-        """Return a block.
+        """Return a block, from memory or by reading it, and keep it in memory.
 
         Args:
             key: key of the block.

@@ -77,7 +77,7 @@ def _lines(path):
             raise ValueError(f"a line exceeds {_NAME_LIMIT} characters")
     except (OSError, ValueError) as e:  # ValueError: for example, the text is not UTF-8
         reason = getattr(e, "strerror", None) or e
-        raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
+        raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove the file") from e
     return classes
 
 
@@ -147,7 +147,7 @@ def check_classes(
 
     Args:
         image_root: the folder that contains the split.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         data_format: "folder" or "filelist".
         labels: labels of all images.
         classes: class names in label order.

@@ -1,12 +1,13 @@
 """DataSet: one split of a data set, as the DALI pipeline reads it; images without labels; balanced sampling.
 
-DALI's readers do not use mmap, because truncating a mapped file would kill the process with SIGBUS. The exception is
-the LMDB reader, which always uses mmap.
+Except for the LMDB reader, which always uses mmap, DALI's readers do not use mmap, because truncating a mapped file
+would kill the process with SIGBUS.
 
 Order of the training images: class folders and file lists are fully shuffled before each epoch. RecordIO files and
 LMDBs are read in stored order through a buffer of at most shards.SHUFFLE_BUFFER images per process, from which the next
-image is drawn at random. TFRecord and WebDataset shards also use such a buffer, but in each epoch, the shards are read
-in a different random order, which all processes share. For the order of Parquet files, see formats/parquet.py.
+image is drawn at random. TFRecord and WebDataset shards are also read through a buffer of shards.SHUFFLE_BUFFER images,
+but in each epoch, the shards are read in a different random order, which all processes share. For the order of Parquet
+files, see formats/parquet.py.
 """
 
 import hashlib
@@ -31,8 +32,8 @@ class DataSet:
             names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1] or, with
             --multi-label, float32 [number of network outputs]), called while a DALI pipeline is being defined;
-            data/formats/__init__.py contains its contract. ShardIterator removes the repeated images at the end of an
-            epoch.
+            data/formats/__init__.py contains the contract of read(). ShardIterator removes the images that read()
+            repeats at the end of an epoch.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
             For record files, the hash covers shards.Records.identity, the labels read before step 1 and the label
             offset.
@@ -104,7 +105,7 @@ def image_files(batches: Iterable[list[bytes]], shorter_side: int) -> DataSet:
         sides = fn.cast(fn.peek_image_shape(encoded)[:2], dtype=types.INT64)
         short, long = fn.reductions.min(sides), fn.reductions.max(sides)
         is_large = (short * long > MAX_PIXELS) | (shorter_side**2 * long > MAX_PIXELS * short)
-        # The reshape deliberately fails for large images. It does not copy data.
+        # The reshape, which copies no data, deliberately fails for large images.
         encoded = fn.reshape(encoded, shape=encoded.shape() + is_large)
         return encoded, fn.constant(idata=-1, dtype=types.INT64, shape=[1])
 
@@ -121,8 +122,8 @@ class BalancedSampler:
     """Draws an endless sequence of training batches for one process (--balanced-sampling).
 
     Each image of an epoch is drawn in two steps: first a class from all classes that have images, then an image of this
-    class. Both are drawn uniformly and with replacement. The draws depend only on the images of each class, the seed,
-    the epoch, the rank and the number of images per epoch.
+    class. Classes and images are drawn uniformly and with replacement. The draws depend only on the images of each
+    class, the seed, the epoch, the rank and the number of images per epoch.
 
     Args:
         data_set: DataSet with labels.

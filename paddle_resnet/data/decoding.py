@@ -31,8 +31,8 @@ def checked(encoded: Any) -> tuple[Any, Any, Any]:
     """Return (encoded images, shape in their headers, flags of headers.kinds). The pipeline raises an error for an
     image with an invalid header, and for one that headers.py rejects."""
     # For large batches, DALI 2.4's decoders parse the headers in several threads and ignore errors, so they crash on an
-    # invalid header. `peek_image_shape` raises an error for an invalid header. The reshape makes the decoder's input
-    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data. It
+    # invalid header. `peek_image_shape` raises an error for an invalid header. The reshape, which copies no data, makes
+    # the decoder's input depend on `peek_image_shape`, which therefore runs before the decoder. The reshape
     # deliberately fails for files with the flag UNREADABLE.
     header, kind = fn.peek_image_shape(encoded), kinds(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0] + (kind & headers.UNREADABLE))
@@ -98,7 +98,7 @@ def random_resized_crop(options: Options, encoded: Any, kind: Any, header: Any, 
     )
     height, width = options.image_shape[1:]
     resize = functools.partial(fn.resize, resize_x=width, resize_y=height, **resize)
-    # On a CPU, this operator has no effect, but the checkpoints of older versions contain it.
+    # On a CPU, the operator `needs_cpu` has no effect, but the checkpoints of older versions contain it.
     needs_cpu = kind & headers.CPU
     if options.dali_device == "cpu":
         images = resize(crop_on_cpu(encoded, kind, crop))

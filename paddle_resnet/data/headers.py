@@ -20,7 +20,7 @@ ORIENTATION = 0x0112
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers that begin a frame header
 LOSSLESS = {0xC3, 0xC7, 0xCB, 0xCF}
 # The header that libjpeg writes before the frame header of most color JPEGs: JFIF and two quantization tables. COMMON
-# contains the expected bytes, COMMON_MASK selects them. Files that match need no inspection.
+# contains the expected bytes, and COMMON_MASK selects the bytes to compare. Files that match need no inspection.
 COMMON, COMMON_MASK = np.zeros((2, 160), np.uint8)
 for _place, _bytes in ((0, b"\xff\xd8\xff\xe0\0\x10JFIF"), (20, b"\xff\xdb\0\x43"), (89, b"\xff\xdb\0\x43"),
                        (158, b"\xff\xc0")):  # fmt: skip
@@ -78,7 +78,8 @@ def _inspect_jpeg(data):
     reason = None
     if exif_blocks > 1:
         reason = (
-            "has several EXIF blocks, and DALI may apply the orientation of the wrong one; save it with an image editor"
+            "has several EXIF blocks, and DALI may apply the orientation of the wrong block; save the image again with "
+            "an image editor"
         )
     elif marker in LOSSLESS:
         reason = f"is a lossless JPEG, which is not supported{SAVE_ELSEWHERE}"

@@ -13,13 +13,13 @@ ELSEWHERE = re.compile(r"/|[a-z]:[\\/]|[a-z0-9]+://", re.IGNORECASE)  # start of
 
 
 class ImageSearch:
-    """The image files below a folder. Each folder is listed when it is needed, and only once; all folders are listed if
-    an image is in none of the usual places."""
+    """The image files below a folder. Each folder is listed at most once, when find() needs its files; all folders are
+    listed if an image is neither in the folder of the table nor in the root."""
 
     def __init__(self, root: str, most: int | None = None):
         """Args:
-        root: the folder.
-        most: maximum number of files to search outside the usual places, or None.
+        root: path of the folder.
+        most: maximum number of files below the root to search by name, or None for no limit.
         """
         self._root, self._most = root, most
         self._listed = {}
@@ -27,11 +27,12 @@ class ImageSearch:
 
     def find(self, image: str, folder: str = "", split: str | None = None) -> list[str]:
         """Return the paths, relative to the root, of the files that a cell may mean, from the first place that contains
-        any: the folder of the table, the root, the folders named like the split, all other folders. A path may lack its
-        extension or the folders at its start. Of a path on a different computer, the longest end that exists counts.
+        such files: the folder of the table, the root, the folders named like the split, all other folders. A path may
+        lack its extension or the folders at its start. Of a path on a different computer, only the longest end that
+        exists below the root is used.
 
         Args:
-            image: the cell.
+            image: text of the cell.
             folder: folder of the table, relative to the root.
             split: "train", "val", "test" or None.
         """
@@ -91,7 +92,8 @@ def _keys(name):
 
 def walk(root: str, folder: str = "", seen: frozenset[str] = frozenset()):
     """Yield the paths, relative to root, of the files in a folder and its subfolders, sorted, without hidden files and
-    system folders. `seen` contains the folders above, because a link can lead back to them."""
+    system folders. `seen` contains the parent folders, because a link in the folder can lead back to a parent folder.
+    """
     path = os.path.join(root, folder)
     seen = seen | {os.path.realpath(path)}
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):

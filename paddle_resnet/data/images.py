@@ -16,7 +16,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".w
 CONVERTED_SUFFIXES = (".ppm", ".pgm", ".pnm", ".gif")  # formats that `dataset import` stores as PNG
 IMAGE_ENDINGS = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"  # for messages
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
-# Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
+# Folders that operating systems and archive tools create, and that are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 TEXT_LIMIT = 1 << 30  # maximum size in bytes of a text file, such as a file list, classes.txt or a skip list
 
@@ -102,7 +102,7 @@ def read_slice(path: str, offset: int, size: int) -> bytes:
     """Read an image that a file, such as an archive, contains uncompressed.
 
     Args:
-        path: the file.
+        path: path of the file.
         offset, size: position and size of the image in bytes.
     Raises:
         UsageError: the file is truncated.

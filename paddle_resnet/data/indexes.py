@@ -1,4 +1,4 @@
-"""Locate, create and check the index files of record files. The modules in formats/ parse their content.
+"""Locate, create and check the index files of record files. The modules in formats/ parse the content of index files.
 
 DALI requires an index for each TFRecord shard and RecordIO file. DALI also reads tar shards without an index, but then
 scans them at startup. Index files use DALI's formats, with offsets and sizes in bytes. TFRecord: one line `offset size`
@@ -70,9 +70,9 @@ def open_index(shard: str, kind: Kind, skip: frozenset[int] = frozenset()) -> In
     Args:
         shard: path of the record file.
         kind: Kind of the record format.
-        skip: offsets of images to omit. The index without these images is written to the cache folder.
+        skip: offsets of images to omit from the index; an index that omits images is written to the cache folder.
     Returns:
-        Index.
+        Index of the record file.
     Raises:
         UsageError: the shard cannot be read, is damaged, empty or compressed with gzip; its index does not match; no
             image begins at an offset in `skip`; or a new index cannot be written.
@@ -171,7 +171,7 @@ def scan(shard: str, kind: Kind) -> bytes:
         raise UsageError(f"{shard}: contains no records; remove it or write it again")
     return "".join([*kind.head(len(lines)), *lines]).encode(
         errors="surrogateescape"
-    )  # a file extension in a tar file may not be UTF-8
+    )  # file extensions in tar files can be invalid UTF-8
 
 
 def _check_compression(shard):
@@ -197,7 +197,7 @@ def check_index(shard: str, path: str, kind: Kind) -> Index:
         path: path of its index file.
         kind: Kind of the record format.
     Returns:
-        Index.
+        Index of the record file.
     Raises:
         UsageError: the index does not match the shard, a sample of a tar shard lacks an image or a label, or the index
             or the shard cannot be read.

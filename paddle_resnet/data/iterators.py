@@ -1,9 +1,10 @@
 """Iterators that provide batches to Paddle. One pass over an iterator is one epoch.
 
 Every iterator yields `[{"data": images, "label": labels}]`, with Paddle tensors that the Executor accepts as inputs:
-images [N, C, H, W] or [N, H, W, C] in float32 or float16, and labels [N, 1] in int64. After an epoch, `reset()` starts
-the next epoch. After `write_into({name: tensor})`, ShardIterator copies each full batch into the tensors; the other
-classes in this module ignore the call. adapted() wraps any other iterable in an object with this interface.
+images [N, C, H, W] or [N, H, W, C] in float32 or float16, and labels [N, 1] in int64 or, with --multi-label,
+[N, classes] in float32. After an epoch, `reset()` starts the next epoch. After `write_into({name: tensor})`,
+ShardIterator copies each full batch into the tensors; the other classes in this module ignore the call. adapted()
+wraps any other iterable in an object with this interface.
 """
 
 import base64
@@ -70,10 +71,10 @@ class ShardIterator(_Steps, DALIGenericIterator):
             smaller.
         data_set: the data set that the pipeline reads.
         image_root: folder of the data set.
-        conditions: settings to store in state(). A loader that resumes from the state compares these settings with its
-            own.
+        conditions: settings to store in state(), because a loader that resumes from the state compares the stored
+            settings with its own settings.
         step: number of batches that had been yielded in the current epoch when the pipeline's checkpoint was saved.
-        epoch: number of epochs that were complete at that time.
+        epoch: number of epochs that were complete when the pipeline's checkpoint was saved.
     Raises:
         DataError: an image in a batch that the constructor loads cannot be read or decoded. For images in all other
             batches, `next` raises DataError.
@@ -117,7 +118,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
     @property
     def class_images(self) -> np.ndarray | None:
-        """See data_set.DataSet."""
+        """Number of images of each class, or None (see data_set.DataSet)."""
         return self._data_set.class_images
 
     def state(self) -> dict[str, Any]:
@@ -271,7 +272,8 @@ class Adapter:
         expected, actual = self._inputs[name], f"{convert_dtype(value._dtype())} {['N', *value.shape()[1:]]}"
         if actual != expected:
             raise UsageError(
-                f"run: the loader yielded {name} as {actual}, but the program expects {expected}; convert it"
+                f"run: the loader yielded {name} as {actual}, but the program expects {expected}; convert it in the "
+                "loader"
             )
         return value
 

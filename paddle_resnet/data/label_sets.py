@@ -35,8 +35,8 @@ from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
 IMAGE_KEYS = ("image", "file_name")  # keys of an image in a JSONL table
-SEPARATORS = ("|", ";", ",")  # of class names in a column, in order of precedence
-_FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # cells of a column for one class
+SEPARATORS = ("|", ";", ",")  # separators of class names in a cell, in order of precedence
+_FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # {text of a cell: value} for the columns that contain one class each
 
 
 class Root(Protocol):
@@ -75,9 +75,9 @@ class Labels(NamedTuple):
 
     Attributes:
         names: Image.name of each image.
-        numbers: classes of each image.
+        numbers: labels of the classes of each image.
         classes: names of the classes in label order.
-        records: the records, or None for image files.
+        records: the records that contain the images, or None for image files.
         is_vector: whether the labels of a record are a vector of 0 and 1.
     """
 
@@ -176,8 +176,8 @@ def _read_jsonl(path, text):
 
 
 def storage(root: Root, mode: Mode) -> str:
-    """Return how a split is stored: "table", "folder" or "recordio". Raise UsageError if it is stored differently, or
-    if root.format or table_path does."""
+    """Return how a split is stored: "table", "folder" or "recordio". Raise UsageError if the split is stored
+    differently, or if root.format or table_path raises UsageError."""
     if root.data_format == AUTO and table_path(root.image_root, mode):
         return "table"
     kind = root.format(mode)
@@ -229,8 +229,8 @@ def read_labels(
     """Return the images of a split and their classes.
 
     Args:
-        root: the data set.
-        mode: Mode.TRAIN or Mode.EVAL.
+        root: DataRoot of the data set.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         trained: see numbering.establish.
         allow_empty: whether class folders in train/ may be empty.
@@ -278,7 +278,7 @@ def _table(root, mode, names, is_trained):
     images = [os.path.join(within, image) for image in table.images]
     for image in images:
         if "\0" in image or (not root.allow_outside and is_outside(image, image_root)):
-            raise UsageError(f"{path}: {image!a} is outside {image_root}; correct it, or add --allow-outside")
+            raise UsageError(f"{path}: {image!a} is outside {image_root}; correct the path, or add --allow-outside")
     rows = [sorted({number_of[name] for name in row}) for row in table.labels]
     kept = [i for i, image in enumerate(images) if os.path.normpath(image) not in root.skip]
     images = [images[i] for i in kept]
@@ -309,7 +309,7 @@ def _folders(root, mode, num_of_class, names, is_trained, allow_empty):
     if different:
         log_once(
             f"{image_root}: {counted(different, 'file name')} in several class folders of {mode.value}/ with different "
-            "content, which are different images",
+            "content, which are read as different images",
             logger.info,
         )
     return Labels([listed.names[images[i]] for i in order], [rows[i] for i in order], listed.classes)
@@ -365,7 +365,7 @@ def _record_labels(records):
     return rows
 
 
-@functools.cache  # a run calls this several times; size and mtime_ns invalidate the result if the file changes
+@functools.cache  # a run calls this function several times; size and mtime_ns invalidate the result if the file changes
 def _labels_of(path, size, mtime_ns):
     """Return {offset: labels} of all records of a RecordIO file."""
     offsets = indexes.open_index(path, recordio.INDEX).images[:, 0].tolist()
@@ -443,13 +443,15 @@ def listed(root: Root, mode: Mode) -> list[Image]:
 
 
 def _record_images(records):
-    """Yield an Image for each record. Because a function reads it, read_image accepts several labels."""
+    """Yield an Image for each record. The `kind` of each Image is a function, so that formats.read_image accepts
+    records with several labels."""
     for image in records.images(0):
         yield Image(image.name, image.path, None, recordio.read_content, image.place[:1])
 
 
 def _read_files(image_root, files, rows, num_of_class, name, shard_id, num_shards, shuffle):
-    """Add the reader of image files. The label that DALI reads is the number of a set of classes, a row of a table."""
+    """Add the reader of image files to the DALI pipeline under construction. The label that DALI's reader returns is an
+    index in the table of all sets of classes that occur in `rows`."""
     from nvidia.dali import types
 
     sets = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}

@@ -37,8 +37,8 @@ def check_split(flag: str, image_root: str, mode: Mode) -> None:
 def detect(image_root: str, mode: Mode) -> str:
     """Detect the storage format of a split from the names of the files in image_root.
 
-    train.txt and val.txt take precedence over class folders, because they may list images in these folders. So does a
-    list with a different name, unless all splits consist of class folders.
+    train.txt and val.txt take precedence over class folders, because they may list images in these folders. A list with
+    a different name also takes precedence, unless all splits consist of class folders.
 
     Returns:
         A key of FORMATS; "folder" if no format is detected.
@@ -152,9 +152,9 @@ def _missing(image_root, mode):
     elif advice := sniffer.advice(image_root, only_certain=True):
         remedy = advice
     elif data_format == "folder" and mode is Mode.EVAL:
-        remedy = f"create it, or {_split_command(folder.split_folder(image_root, mode.TRAIN), image_root)}"
+        remedy = f"create the folder, or {_split_command(folder.split_folder(image_root, mode.TRAIN), image_root)}"
     else:
-        remedy = "create it"
+        remedy = "create the folder" if data_format == "folder" else f"create {wanted}"
     wanted = f"folder {wanted}" if data_format == "folder" else wanted
     return UsageError(
         f"--image-root {image_root}: has no {wanted}; {remedy}, or use only {there} with --run-scope {scope.value}"

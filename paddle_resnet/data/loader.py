@@ -62,17 +62,18 @@ class Options(augment.Settings, task.Settings):
 
 
 def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, trained: list[str] | None = None) -> DataSet:
-    """Return a split of a data set, without the images of the skip list. Raise UsageError if it cannot be used.
+    """Return a split of a data set, without the images of the skip list. Raise UsageError if the split cannot be used.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         options: flags of the loader.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         trains: whether this run also reads the training split.
         trained: see build.
     """
     if not trains and root.data_format in ("auto", "folder"):
-        layout.check_split("--image-root", root.image_root, mode)  # otherwise, the remedy would be to split train/
+        # Check the split here, because root.open would suggest splitting train/, which this run does not read.
+        layout.check_split("--image-root", root.image_root, mode)
     return root.open(
         mode,
         options.num_of_class,
@@ -95,7 +96,7 @@ def build(
     """Build the iterator over this process's shard of a data set.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         options: flags of the loader.
         flags: flags that determine the training batches, as conditions of the state.
         mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,
@@ -135,7 +136,7 @@ def build(
     elif not data_set.has_reader:
         data_set = replace(data_set, read=functools.partial(data_set.read, start=(done, step)))
     if continues_order_alone and not data_set.has_reader:
-        checkpoint = None  # the source determines the image order, so the state of DALI's reader is not needed
+        checkpoint = None  # a Python source determines the image order, so there is no state of a DALI reader
     elif continues_order_alone:
         fresh = create_pipeline(options, data_set, mode, rank, world_size)
         fresh.build()
@@ -230,7 +231,7 @@ def create_pipeline(
         prefetch_queue_depth=options.dali_prefetch,
         # With the dynamic executor (DALI's default), the Paddle plugin releases a batch while Paddle is still copying
         # it. With the older executor, DALI itself copies the batch, and DALI's stream waits for the copy before the
-        # buffer is reused. Both executors are equally fast (benchmarks/log/kernels_h200.md).
+        # buffer is reused. The dynamic and the older executor are equally fast (benchmarks/log/kernels_h200.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,

@@ -16,8 +16,8 @@ from paddle_resnet.utils.errors import UsageError
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")
 LIST = "list of images and labels (hash)"
 VALIDATION = "validation split"
-# Name and value of the condition for the version of the training pipeline. Increase the value if its operators change,
-# because DALI then rejects older checkpoints.
+# Name and value of the condition for the version of the training pipeline. Increase the value if the operators of the
+# pipeline change, because DALI then rejects older checkpoints.
 VERSION, VERSION_NUMBER = "version of the loader", 3
 
 
@@ -82,8 +82,8 @@ def match(
             "after are those of different images; to continue with the same images, move the new files to a different "
             "folder"
         )
-    # Older checkpoints may contain conditions of flags that no longer exist. Such a flag had no effect if it was 0 or
-    # false.
+    # Older checkpoints may contain conditions of flags that no longer exist. A removed flag had no effect if it was 0
+    # or false.
     removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}
     changes = {
         name: f"{name} is {text(now)} and was {text(before.get(name))}"
@@ -138,7 +138,8 @@ def _state_error(reason):
 
 def with_reader_of(checkpoint: bytes, fresh: bytes) -> bytes:
     """Return the checkpoint `fresh`, with the reader's position from `checkpoint`. DALI checkpoints are protobuf
-    messages that begin with the state of the first operator, the reader. Raise StateError if `checkpoint` does not."""
+    messages that begin with the state of the first operator, the reader. Raise StateError if `checkpoint` does not
+    begin with such a state."""
     return _first_operator(checkpoint) + fresh[len(_first_operator(fresh)) :]
 
 

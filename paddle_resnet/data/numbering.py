@@ -70,13 +70,13 @@ def establish(
     """Number the classes of a data set.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         mode: the split to read, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         trained: class name of each output of a trained network, or None if the data set defines the numbers. The names
             "0", "1", ... stand for outputs without names.
     Returns:
-        Numbering.
+        Numbering of the classes of the split.
     Raises:
         UsageError: the splits contradict each other, classes.txt or the trained network; the numbers of class folders
             are unknown; there are more class names than network outputs; a label offset is set for class folders; or
@@ -115,7 +115,7 @@ def data_classes(root: Root, mode: Mode) -> list[str] | None:
     file lists, or the labels and names in record files.
 
     Args:
-        root: the data set.
+        root: DataRoot of the data set.
         mode: the split that must exist, Mode.TRAIN or Mode.EVAL.
     Returns:
         names in label order, which are "0", "1", ... for classes without names; or None if the number of classes is
@@ -173,7 +173,7 @@ def _folder_classes(image_root, mode, formats, names, trained):
     if not folders:
         return None, None
     labels = _match(folders, names or [])
-    # If all images are in class folders, each line must belong to a folder.
+    # If all images are in class folders, each line of classes.txt must belong to a folder.
     if labels and (trained is not None or set(formats.values()) != {"folder"} or len(names) == len(folders)):
         name_of = {label: name for name, label in labels.items()}
         return [name_of.get(label, name) for label, name in enumerate(names)], "in classes.txt"
@@ -253,7 +253,7 @@ def _shown(path, names, class_names, classes):
 
 def _names(image_root, formats, sampled, offsets, num_of_class=None):
     """Return (path of the file with class names, its names, its names) or, without such a file, (None, names that
-    identify the classes, names for reports) from record files. The names are None if there are none."""
+    identify the classes, names for reports) from record files. None replaces the names that the record files lack."""
     if found := _list_names(image_root, formats):
         return *found[:2], found[1]
     if sampled:
@@ -291,7 +291,7 @@ def _check_lists(root, formats, offsets, classes, source):
         formats: {mode: storage format}, see root.DataRoot.formats.
         offsets: {mode: label offset}.
         classes: names of the class folders in label order.
-        source: where their numbers come from, for the error message.
+        source: where the numbers of the class folders come from, for the error message.
     Returns:
         whether a file list contains images in class folders.
     Raises:
@@ -316,7 +316,7 @@ def _check_lists(root, formats, offsets, classes, source):
                 continue
             is_checked = True
             if label_of[name] != label:
-                order = f"write the names of all class folders to {names} in the order of the labels, or correct them"
+                order = f"write the names of all class folders to {names} in label order, or correct the labels"
                 raise UsageError(
                     f"{path}: {file} has label {label + offsets[mode]}, but class "
                     f"{name} has label {label_of[name] + offsets[mode]} {source}; "
@@ -340,7 +340,7 @@ def _warn_of_unchecked(image_root, formats):
 
 
 def are_numbers(classes: Sequence[str]) -> bool:
-    """Return whether classes have no names."""
+    """Return whether classes have no names, that is, whether they are called "0", "1", ..."""
     return list(classes) == numbers(len(classes))
 
 
@@ -393,7 +393,7 @@ def _sample(image_root, formats):
     return dict(sampled)
 
 
-@functools.cache  # a run calls this several times; size and mtime_ns invalidate the result if the file changes
+@functools.cache  # a run calls this function several times; size and mtime_ns invalidate the result if the file changes
 def _examples(shard, count, size, mtime_ns):
     """Return [(label, synset, text)] of up to `count` evenly spaced examples in a TFRecord file."""
     rows = indexes.open_index(shard, tfrecord.INDEX).images.tolist()

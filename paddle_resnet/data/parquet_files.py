@@ -2,10 +2,10 @@
 
 A file consists of groups of rows: the row groups of a Parquet file, or the record batches of an Arrow file
 (`save_to_disk`). A row contains the content of an image file, usually in a struct with the fields `bytes` and `path`,
-and a label. The schema's metadata lists the class names or, for many data sets of the Hub, the README.md in a folder
-above the file.
+and a label. The schema's metadata lists the class names or, for many data sets of the Hub, the README.md in the folder
+of the file or in a parent folder.
 
-This module imports neither DALI nor Paddle. It imports the optional package pyarrow when a file is opened.
+This module imports neither DALI nor Paddle, and the optional package pyarrow only when a file is opened.
 """
 
 import contextlib
@@ -25,7 +25,11 @@ from paddle_resnet.utils.files import open_regular
 
 SUFFIXES = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow file
-_README, _README_LEVELS, _README_LIMIT = "README.md", 3, 1 << 24  # levels: the file's folder and the two above it
+_README, _README_LEVELS, _README_LIMIT = (
+    "README.md",
+    3,
+    1 << 24,
+)  # levels: the file's folder and its two nearest parents
 _groups = blocks.Blocks()
 
 
@@ -109,7 +113,7 @@ def read_image(path: str, group: int, row: int, column: str) -> bytes:
     """Return the content of an image file. The process keeps the most recently used groups in memory.
 
     Args:
-        path: the file.
+        path: path of the file.
         group, row: see Row.
         column: Columns.image.
     Raises:
@@ -213,7 +217,8 @@ def _names(feature):
 
 
 def _described(path, schema):
-    """Return {column: feature} from the metadata or, if it contains no class names, also from README.md."""
+    """Return {column: feature} from the metadata of a file or, if the metadata contains no class names, also from
+    README.md."""
     features = _features(schema)
     if any(map(_names, features.values())):
         return features
@@ -222,7 +227,8 @@ def _described(path, schema):
 
 
 def _features_of_readme(path):
-    """Return {column: feature} from the first README.md with `dataset_info` in the folder of a file or above it."""
+    """Return {column: feature} from the first README.md with `dataset_info` in the folder of a file or in its two
+    nearest parent folders."""
     folder = os.path.dirname(os.path.abspath(path))
     for _ in range(_README_LEVELS):
         readme = os.path.join(folder, _README)
@@ -255,7 +261,7 @@ def _configs(path, size, mtime_ns):
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as e:
         reason = " ".join(str(e).split())[:200]
         log_once(
-            f"{path}: class names cannot be read ({type(e).__name__}: {reason}); correct its first block", logger.warn
+            f"{path}: class names cannot be read ({type(e).__name__}: {reason}); correct the YAML block", logger.warn
         )
         return {}
 

@@ -1,6 +1,6 @@
 """Tables in JSON and MATLAB files: a list of records, a mapping of images to labels, or annotations as in COCO.
 
-This module does not decide which columns contain images and labels (see sniffer.is_table).
+sniffer.is_table, not this module, decides which columns contain images and labels.
 """
 
 import functools
@@ -16,7 +16,7 @@ from paddle_resnet.utils.files import open_regular
 
 SUFFIXES = (".json", ".mat")
 _LIMIT = 1 << 30  # maximum size of a file in bytes
-# Names of the columns for records without names.
+# Names of the columns of records that do not name their values.
 IMAGE, LABEL, SPLIT = "image", "label", "split"
 
 
@@ -41,8 +41,8 @@ def read(path: str) -> Table:
     In JSON, records are a list of objects, or of pairs [image, label]; an object {image: label}, {image: record} or
     {label: [images]}; an object with `images` and `annotations`, as in COCO, whose records have the columns
     `file_name` and `label`, the name or else the number of the category; an object {split: records}, which adds a
-    column `split`; or an object in which one entry has one of these forms. In a .mat file, they are an array of
-    structs.
+    column `split`; or an object of which exactly one entry is a list of objects or pairs. In a .mat file, the records
+    are an array of structs.
 
     Raises:
         UsageError: the file is damaged, or annotations refer to missing images or categories.
@@ -67,8 +67,9 @@ def _read(path, size, mtime_ns):
 
 
 def class_names(path: str) -> tuple[list[str], int | None] | None:
-    """Return (class names in label order, first label or None if it is unknown) of a file that contains a JSON object
-    {"0": name} or {name: 0} with all numbers from 0 or 1, or `class_names` in a .mat file; None if it contains none.
+    """Return (class names in label order, first label or None if the file does not state it) from a JSON object
+    {"0": name} or {name: 0} with all numbers from 0 or 1, or from `class_names` in a .mat file; None if the file
+    contains no class names.
 
     Raises:
         UsageError, OSError: see read().
@@ -107,7 +108,7 @@ def _json(path):
     except (ValueError, RecursionError) as e:
         if isinstance(e, UsageError):
             raise
-        raise UsageError(f"{path}: not JSON ({str(e)[:200]}); correct it, or download it again") from e
+        raise UsageError(f"{path}: not JSON ({str(e)[:200]}); correct the file, or download it again") from e
 
 
 def _is_scalar(value):
@@ -115,7 +116,7 @@ def _is_scalar(value):
 
 
 def _records(content, path):
-    """Return the records of a JSON value as [{column: value}], or None if it has no known form."""
+    """Return the records of a JSON value as [{column: value}], or None if the value has no known form."""
     if isinstance(content, list):
         return _records_of_list(content)
     if not isinstance(content, dict) or not content:
@@ -146,8 +147,8 @@ def _records_of_list(content):
 
 
 def _annotated(content, path):
-    """Return the records of annotations as in COCO. An image with annotations of several categories has one record for
-    each, so that the import reports it; an image without annotations has an empty label."""
+    """Return the records of annotations as in COCO. An image with annotations of several categories has one record per
+    category, so that the import reports the image; an image without annotations has an empty label."""
     try:
         categories = {entry["id"]: entry.get("name") for entry in content.get("categories", [])}
         if len({*categories.values()} - {None}) < len(categories):  # names that are missing or not unique
@@ -162,7 +163,7 @@ def _annotated(content, path):
             labels_of[number][categories.get(category, category)] = None
     except (KeyError, TypeError, AttributeError) as e:
         raise UsageError(
-            f"{path}: images, annotations and categories are not as in COCO ({type(e).__name__}: {e}); correct it"
+            f"{path}: images, annotations and categories are not as in COCO ({type(e).__name__}: {e}); correct the file"
         ) from e
     return [
         {"file_name": file_of[number], LABEL: label} for number, labels in labels_of.items() for label in labels or [""]

@@ -31,8 +31,8 @@ from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
-# Number of labels in record files to check before step 1, evenly spaced over the split. In Parquet files, all are
-# checked.
+# Number of labels in record files to check before step 1, evenly spaced over the split. In Parquet files, all labels
+# are checked.
 CHECKED_LABELS = 256
 
 
@@ -50,7 +50,7 @@ class DataRoot:
         skip: names (Image.name) of images to omit, instead of a skip list.
         is_multi_label: whether images have any number of classes (--multi-label).
     Attributes:
-        image_root, data_format, label_offset, allow_outside: see above.
+        image_root, data_format, label_offset, allow_outside: the arguments with these names.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class DataRoot:
         return formats
 
     def file_list(self, mode: Mode, label_offset: int = 0, num_of_class: int | None = None) -> Files:
-        """Return the images in a file list. Raise UsageError if formats.filelist.index does, if the list contains files
-        outside image_root that are not allowed, or if its first file does not exist."""
+        """Return the images in a file list. Raise UsageError if formats.filelist.index fails, if the list contains
+        files outside image_root that are not allowed, or if the first file in the list does not exist."""
         key = mode, label_offset, num_of_class
         if key not in self._lists:
             listed = filelist.index(self.image_root, mode, num_of_class, label_offset)
@@ -150,7 +150,7 @@ class DataRoot:
         """List all images of a split, without checking that both splits number their classes in the same way.
 
         Args:
-            mode: Mode.TRAIN or Mode.EVAL.
+            mode: the split, Mode.TRAIN or Mode.EVAL.
             names: names of the class folders in label order, see formats.folder.index.
             label_offset: number to subtract from the labels in file lists and records.
         Raises:
@@ -174,8 +174,8 @@ class DataRoot:
         """Open a split for the DALI pipeline.
 
         Args:
-            mode: Mode.TRAIN or Mode.EVAL.
-            num_of_class: number of network outputs. If None, only the data set defines the classes.
+            mode: the split, Mode.TRAIN or Mode.EVAL.
+            num_of_class: number of network outputs. If num_of_class is None, only the data set defines the classes.
             seed: seed of the training order.
             allow_empty: whether class folders in train/ may be empty.
             trained: see numbering.establish.
@@ -236,7 +236,8 @@ class DataRoot:
         return DataSet(stored_as, len(files), names, read, identity, names, *in_list)
 
     def records(self, mode: Mode, skip: frozenset[str]) -> Records:
-        """Open the record files of a split, without the images `skip`. Raise UsageError if they cannot be used."""
+        """Open the record files of a split, without the images `skip`. Raise UsageError if the files cannot be
+        used."""
         root, stored_as = self.image_root, self.format(mode)
         paths = layout.check_there(root, mode, stored_as)
         records = FORMATS[stored_as].index(root, mode, paths, skip)

@@ -62,7 +62,7 @@ def index(
 
     Args:
         image_root: the folder that contains the split.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         paths: the record files of the split.
         skip: names of images to omit.
         kind: kind of the index files.
@@ -126,8 +126,8 @@ def no_label(shard: str, offset: int, reason: object, remedy: str = "write it ag
 
 
 def single(label: Any) -> Any:
-    """Add DALI operators that return a label with shape [1]. For a record without exactly one label, they fail with an
-    error that bad_images.bad_record recognizes."""
+    """Add DALI operators that return a label with shape [1]. For a record without exactly one label, the operators fail
+    with an error that bad_images.bad_record recognizes."""
     from nvidia.dali import fn
 
     # If a TFRecord has no label, DALI returns a scalar with the value of an earlier label. The slice rejects scalars.
@@ -141,8 +141,8 @@ def reader_arguments(name: str, shard_id: int, num_shards: int, shuffle: bool, s
         return {**arguments, "stick_to_shard": True}
     return {
         **arguments,
-        # With several processes, each reads a different shard in the next epoch. The shuffle buffer never mixes images
-        # of two epochs.
+        # With several processes, each process reads a different shard in the next epoch. The shuffle buffer never mixes
+        # images of two epochs.
         "stick_to_shard": False,
         "random_shuffle": True,
         "initial_fill": min(SHUFFLE_BUFFER, -(-size // num_shards)),

@@ -21,7 +21,7 @@ def read(path: str | Path, image_root: str) -> frozenset[str]:
     """Read a --skip-list: one Image.name per line, in the format of skip_list_line.
 
     Args:
-        path: the file.
+        path: path of the file.
         image_root: the folder to which the names are relative.
     Returns:
         frozenset of the names.

@@ -38,7 +38,7 @@ RECORD_KINDS = ("tfrecord", "webdataset", "recordio", "lmdb")  # kinds of `datas
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
 _SEARCHED_FILES = 200_000  # maximum number of files among which an image of a table is searched
-_RECORD_FILES = 100  # maximum number of JSON or .mat files that are read; more are probably one for each image
+_RECORD_FILES = 100  # if there are more JSON or .mat files, each file probably describes one image, and none is read
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
 _LINE = 4096  # maximum length of a line of a list
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
@@ -55,11 +55,11 @@ class Layout:
     Attributes:
         pattern: regular expression for the paths, relative to the data set, of the files that identify the layout. The
             paths of folders end in a slash. Upper and lower case are equivalent.
-        what: description of these files.
-        kind: kind of `dataset import` that reads them, or None.
+        what: description of the files that match.
+        kind: kind of `dataset import` that reads the files, or None.
         todo: remedy for the user, as an imperative, or None if training or `dataset import` reads the files.
         needs: a second pattern that must match at least one path, or None.
-        is_native: whether training reads these files, so that no import is suggested.
+        is_native: whether training reads the files, so that no import is suggested.
         is_alone: whether only files count whose folders contain no images.
     """
 
@@ -132,7 +132,7 @@ LAYOUTS = (
     Layout(
         r"([^/]+/)?[^/]+\.json",
         "JSON files, which may contain the labels",
-        todo="write labels.csv with the columns file_name and label to this folder, and import it",
+        todo="write labels.csv with the columns file_name and label to this folder, and import the folder",
         needs=rf"((images?|imgs?|data|jpg|{_SPLIT}\d*)/)?{_IMAGE}",
     ),
 )
@@ -151,7 +151,7 @@ class Sight:
         what: description of the files, with at most five names.
         todo: remedy for the user, as an imperative, or None.
         kind: kind of `dataset import` that reads the files, or None.
-        is_certain: whether these files are probably the data set that the user means.
+        is_certain: whether the files found are probably the data set that the user means.
         root: the folder to import.
     """
 
@@ -164,8 +164,8 @@ class Sight:
 
 def look(root: str | os.PathLike[str]) -> list[Sight]:
     """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized. If nothing is
-    recognized in the folder itself, but it has a single subfolder, as unpacked archives often have, the content of this
-    subfolder is returned."""
+    recognized in the folder itself, but the folder has a single subfolder, as unpacked archives often have, return
+    [Sight] for what the subfolder, or a single subfolder of the subfolder and so on, contains."""
     root = os.fspath(root)
     paths = _paths(root)
     sights = _look(root, paths)
@@ -191,7 +191,7 @@ def _look(root, paths):
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return known
     tables = _unlabeled(root, [path for path in paths if path not in claimed], is_image)
-    # Renaming a tar file is faster than importing it.
+    # Tar files whose names differ come first, because renaming a tar file is faster than importing it.
     return [*_tar_files(root, paths), *known, *tables, *_too_deep(root, paths), *_outside(paths)]
 
 
@@ -265,7 +265,7 @@ def advice(root: str | os.PathLike[str], only_certain: bool = False) -> str | No
     nothing is recognized.
 
     Args:
-        root: the folder.
+        root: path of the folder.
         only_certain: whether to return None if the files are probably not the data set that the user means.
     """
     sights = [sight for sight in look(root) if sight.todo] if os.path.isdir(root) else []
@@ -283,9 +283,10 @@ def is_table(
     """Return whether a file is a table with a column of images and a column of labels.
 
     Args:
-        path: the file.
-        image_column, label_column: names of these columns, or None for IMAGE_COLUMNS and LABEL_COLUMNS. Without a known
-            name, the images are a column whose first cell is an image, and the labels are the other one of two columns.
+        path: path of the file.
+        image_column, label_column: names of the columns of images and of labels, or None for IMAGE_COLUMNS and
+            LABEL_COLUMNS. If no column has a known name, the images are a column whose first cell is an image, and the
+            labels are the other column of a table with two columns.
         is_image: is_image(cell) returns whether the text of a cell is the path, name or id of an image.
     """
     if "submission" in os.path.basename(path).lower():  # the labels in Kaggle's sample_submission.csv are wrong
@@ -295,7 +296,7 @@ def is_table(
     is_record_file = path.lower().endswith(record_tables.SUFFIXES)
     if image_column:
         has_images = image_column in names
-    elif is_record_file:  # records with other content also have an id or a name
+    elif is_record_file:  # records that do not describe images can also have an id or a name
         has_images = bool(image_columns(path, is_image))
     else:
         has_images = not known.isdisjoint(IMAGE_COLUMNS) or bool(image_columns(path, is_image))
@@ -353,8 +354,8 @@ def is_list(path: str, is_image: Callable[[str], bool]) -> bool:
 
 
 def is_path_list(path: str, is_image: Callable[[str], bool]) -> bool:
-    """Return whether a text file with the name of a split is a list of images without labels, whose folders are their
-    classes. For is_image, see is_table."""
+    """Return whether a text file with the name of a split is a list of images without labels, in which the folder of an
+    image is its class. For is_image, see is_table."""
     if not split_of(os.path.basename(path)):
         return False
     lines = [line.strip() for line in (*_head(path).split("\n")[:-1], _last_line(path)) if line.strip()]
@@ -402,7 +403,8 @@ def _head(path):
 
 
 def _last_line(path):
-    """Return the last line of a text file of a list, or "" if it is longer than a path or cannot be read."""
+    """Return the last line of a list file, of which only the last _LINE bytes are read, or "" if the file cannot be
+    read."""
     with contextlib.suppress(OSError):
         if os.path.isfile(path):
             with open(path, "rb") as f:
@@ -526,7 +528,8 @@ def _unpacking(folder, names, target):
     steps = [shlex.join(["mkdir", "-p", target])]
     for name in names:
         path, own = os.path.join(folder, name), target
-        if (len(names) > 1 or target == folder) and _is_flat(path):  # such as one archive per class
+        # Each archive without folders, such as one archive per class, gets its own folder.
+        if (len(names) > 1 or target == folder) and _is_flat(path):
             own = os.path.join(target, re.sub(r"(\.tar)?\.\w+$", "", name))
             steps.append(shlex.join(["mkdir", "-p", own]))
         is_zip = name.lower().endswith(".zip")
@@ -536,13 +539,13 @@ def _unpacking(folder, names, target):
 
 
 def _is_flat(path):
-    """Return whether the first files in an archive are not in folders; False if it cannot be read."""
+    """Return whether the first files in an archive are not in folders; False if the archive cannot be read."""
     names = _members(path)
     return bool(names) and not any("/" in name for name in names)
 
 
 def _members(path):
-    """Return the names of the first files in an archive, or [] if it cannot be read."""
+    """Return the names of the first files in an archive, or [] if the archive cannot be read."""
     names = []
     if os.path.isfile(path):  # a pipe could block
         with contextlib.suppress(OSError, EOFError, ValueError, tarfile.TarError, zipfile.BadZipFile):

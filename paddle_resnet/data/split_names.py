@@ -34,7 +34,7 @@ def match(pattern: str, name: str, mode: Mode) -> re.Match[str] | None:
     Args:
         pattern: regular expression for the whole name, in which {split} stands for the names of a split. Upper and
             lower case are equivalent.
-        name: the name.
+        name: name of the file or folder.
         mode: the split. Mode.EVAL includes test splits.
     """
     return _match(pattern, name, *_READ[mode])
@@ -56,7 +56,7 @@ def find(
     there are none of a validation split.
 
     Args:
-        image_root: the data set.
+        image_root: folder of the data set.
         mode: the split.
         pattern: see match(). The group `set` is the part of the name that all files of a split share.
         is_usable: is_usable(path) returns whether a file with a matching name belongs to a split.
@@ -83,7 +83,8 @@ def find(
 
 
 def several(image_root: str, mode: Mode, paths: Iterable[str]) -> UsageError:
-    """Return the UsageError for a data set that contains a split several times. `paths` are the first of each."""
+    """Return the UsageError for a data set that contains a split several times. `paths` contains the first path of each
+    occurrence."""
     return UsageError(
         f"--image-root {image_root}: contains the {mode.value} split several times "
         f"({some([shown(image_root, path) for path in paths])}); move all but one to a different folder"

@@ -86,7 +86,7 @@ _OPERATORS = {
 
 
 class Variable:
-    """A variable that no operator has written yet. `value` is its pir.Value, once written."""
+    """A new variable. `value` is its pir.Value, or None until an operator writes the variable."""
 
     def __init__(self, name, shape, dtype, persistable, stop_gradient):
         self.name, self.shape, self.dtype, self.persistable = name, shape, dtype, persistable

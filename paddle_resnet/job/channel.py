@@ -4,8 +4,8 @@ Rank 0 generates the key of the job, and Paddle's TCP store passes it to the oth
 rank and the key of the client, and the server's answer. Clients without the key, such as port scanners, cannot affect
 the job.
 
-A client that reads the store or the network can learn the key. Without monitors, such a client could still
-end the job by writing to the store, so run jobs on a trusted network.
+A client that reads the store or the network can learn the key. A client that can write to
+the store can end the job even without the key, so run jobs on a trusted network.
 """
 
 import asyncio

@@ -165,8 +165,8 @@ def _wait_for_all():
 
 
 def let_others_leave() -> None:
-    """Make all ranks except rank 0 leave the job. Rank 0 waits for them, because they use its store until then. All
-    ranks must call this function."""
+    """Make all ranks except rank 0 leave the job. Rank 0 waits until the other ranks have left, because they use the
+    store of rank 0. All ranks must call this function."""
     key = _next_exchange()
     if processes.rank() != 0:
         watchdog.stop()

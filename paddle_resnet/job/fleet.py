@@ -86,7 +86,7 @@ def start(seed: int, device: str, data_layout: str, kernels: str, needs_serial_r
 
 def reduces_at_the_end(device: str) -> bool:
     """Return whether gradients are all-reduced after the backward pass, once per data type and on the CUDA stream of
-    the computation. Otherwise, the all-reduces are part of the backward pass."""
+    the computation. If the result is false, the all-reduces are part of the backward pass."""
     return device == "gpu" and processes.is_one_host()
 
 
@@ -115,7 +115,7 @@ def _prepare_for_gloo():
 
 def _reserve(port):
     reserved = socket.socket()
-    # Paddle's server also sets SO_REUSEADDR. Both sockets need this option to be able to bind to the same port.
+    # This socket and that of Paddle's server, which also sets SO_REUSEADDR, need the option to bind to the same port.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         reserved.bind(("", port))

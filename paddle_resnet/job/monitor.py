@@ -278,7 +278,11 @@ class _Coordinator:
         if self._seen and time.monotonic() - min(since for _, since in self._seen.values()) >= self._timeout_s:
             positions = {rank: position for rank, (position, _) in self._seen.items()}
             where = describe_stall(positions, sorted(self._stopped))
-            self._fail(f"--comm-timeout-s {self._timeout_s:g}: no progress for {self._timeout_s:g} s; {where}", 1)
+            self._fail(
+                f"--comm-timeout-s {self._timeout_s:g}: no progress for {self._timeout_s:g} s; {where}; see the logs "
+                "of the ranks, or use a larger value",
+                1,
+            )
 
     def _fail(self, message, code):
         if not self._end:

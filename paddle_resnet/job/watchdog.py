@@ -55,8 +55,8 @@ def start(
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        from_rank_0: the function exchange.from_rank_0, which may wait indefinitely for rank 0. This rank cannot hang
-            there, because its monitor is already running and ends the rank if the job fails.
+        from_rank_0: the function exchange.from_rank_0, which may wait indefinitely for rank 0. When this
+            function is called, the monitor is already running, and it ends this rank if the job fails.
     Raises:
         UsageError: rank 0's machine cannot listen on the host of `master`. Only rank 0 raises this error.
     """

@@ -118,7 +118,7 @@ def use_pir() -> None:
     if not IS_PADDLE_3:
         raise UsageError(
             f"--program-representation pir: requires Paddle {'.'.join(map(str, HIGHEST))} or newer, but this is Paddle "
-            f"{paddle.__version__}; use --program-representation legacy, or install the newer version"
+            f"{paddle.__version__}; use --program-representation legacy, or install a newer version"
         )
     _uses_pir = True
     if not builds_pir():
@@ -155,7 +155,7 @@ def start_gloo(prepare: Callable[[], object]) -> None:
     processes.
 
     Args:
-        prepare: function to call before the helper processes of Paddle 2.6 start. The return value of the function is
+        prepare: function to call before the helper processes of Paddle 2.6 start. The return value of `prepare` is
             kept alive until the helper processes have started.
     """
     if IS_PADDLE_3:

@@ -15,8 +15,8 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
 def keep_freed_memory():
-    """Make malloc keep freed memory for the next allocation. Otherwise, malloc returns the memory of each large tensor
-    to the system, and the system clears each page again when the next step touches it. Without glibc, this
+    """Make malloc keep freed memory for the next allocation. By default, malloc returns the memory of each large
+    tensor to the system, and the system clears each page again when the next step touches it. Without glibc, this
     function does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -66,7 +66,7 @@ def gpu() -> Gpu | None:
 
 def unsupported() -> str | None:
     """Return a message with the problem and its remedy if no supported version of Paddle has a build for the first GPU
-    of this machine. Otherwise, or if `facts` returns None, return None."""
+    of this machine. Return None if there is such a build, or if `facts` returns None."""
     known = facts()
     if known is None or known.gpu.capability >= LEAST_CAPABILITY:
         return None

@@ -161,7 +161,7 @@ class DropPath(nn.Layer):
 class BlurPool(nn.Layer):
     """Blur with the filter [1, 2, 1] / 4 in both directions, then halve height and width, rounding up (Zhang,
     arXiv:1904.11486). At the border, edge pixels are repeated. The filter is implemented as two 2x2 average pooling
-    layers; the first excludes padding from its averages.
+    layers; the first layer excludes padding from its averages.
 
     Args:
         data_format: "NCHW" or "NHWC".
@@ -246,7 +246,7 @@ class SelfAttention(nn.Layer):
         weight, factor = paddle.reshape(self.weight, self.weight.shape[:2]), paddle.reshape(self.gamma, [1])
         with static.name_scope(FLOAT32_SCOPE):
             # The power (W^T W)^(4^SQUARINGS) is approximately proportional to the projection onto the singular vector
-            # of the largest singular value. Its trace is normalized to the number of elements of W.
+            # of the largest singular value. The trace of the power is normalized to the number of elements of W.
             power = product(weight, weight, trans_x=True) / paddle.mean(weight * weight)
             for _ in range(self.SQUARINGS):
                 square = product(power, power)

@@ -85,8 +85,8 @@ def add_paddle(
 
 
 def _nan_rows(logits):
-    """Return the logits, with all logits of an image replaced by NaN if any of them is NaN or +inf. Otherwise, Paddle's
-    cross entropy of such an image could be finite on a CPU."""
+    """Return the logits, with all logits of an image replaced by NaN if any of them is NaN or +inf. Without the
+    replacement, Paddle's cross entropy of such an image could be finite on a CPU."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN
@@ -100,9 +100,9 @@ def _correction(loss, shifted, log_sum, label, weights):
 
     On a CPU, the kernels of cross_entropy and log_softmax raise logits to at least the largest logit of the image minus
     64, which limits the loss and changes gradients by less than 1e-27. For all images whose smallest logit is at most
-    63 below the largest, the correction is 0, so that their loss is the kernel's value. This value does not depend on
-    the other images of the batch, whereas the last bit of the correction would, because it is computed with Paddle's
-    exp operator."""
+    63 below the largest, the correction is 0, so that their loss is the kernel's value. The kernel's value does not
+    depend on the other images of the batch, whereas the last bit of the correction would, because it is computed with
+    Paddle's exp operator."""
     if weights is None:
         exact = _op("elementwise_sub", {"X": log_sum, "Y": _op("index_sample", {"X": shifted, "Index": label})})
     else:

@@ -48,8 +48,8 @@ Convolution convolution_of(const Tensor &x, const Tensor &filter, const std::vec
   return c;
 }
 
-// cuDNN's handle and, for each geometry, its descriptors and algorithm. The first step creates them, because a handle
-// cannot be created while a CUDA graph is captured. As with class Gpu, all calls must come from one thread.
+// cuDNN's handle, and the descriptors and algorithm of each geometry. The first step creates the handle, because a
+// handle cannot be created while a CUDA graph is captured. As with class Gpu, all calls must come from one thread.
 class CuDnn {
  public:
   static CuDnn &get() {

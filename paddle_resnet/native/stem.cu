@@ -13,7 +13,7 @@
 
 #include "vector.cuh"
 
-// Returns dynamic shared memory.
+// Returns the address of the block's dynamic shared memory.
 #ifdef __CUDACC_RTC__
 __device__ __forceinline__ unsigned *stem_memory() {
   extern __shared__ uint4 memory[];

@@ -114,8 +114,8 @@ __device__ void sum_squares(const Gradients &updates, const float *unscale, floa
   if (threadIdx.x == 0) partial[blockIdx.x] = is_first ? sum : partial[blockIdx.x] + sum;
 }
 
-// The gradients g, float32 values p and state of the elements that a thread processes at once. All of them are loaded
-// before any arithmetic, so that the thread waits for memory only once.
+// The gradients g, float32 values p and state of the elements that a thread processes at once. A thread loads all
+// these values before any arithmetic, so that the thread waits for memory only once.
 template <class Rule, class T, bool kHasMasters>
 struct Elements {
   float g[T::kLanes] = {}, p[T::kLanes] = {}, state[T::kLanes][Rule::kStates];

@@ -64,7 +64,7 @@ def polynomial(span: Span, power: float, step: float) -> float:
 
 def one_cycle(span: Span, rise: float, step: float) -> float:
     """Return the learning rate of a schedule that rises to the peak along a cosine until the fraction of completed
-    steps reaches --lr-rise, and then falls to --min-lr along a cosine. This is the schedule of Smith and Topin,
+    steps reaches --lr-rise, and then falls to --min-lr along a cosine. The schedule is that of Smith and Topin,
     arXiv:1708.07120, but with cosines instead of linear ramps, as in fastai."""
     rise = round(rise * span.steps)
     if step >= rise:

@@ -32,18 +32,18 @@ class Rule:
             learning rate (Schedule), --weight-decay, the set of names of parameters with weight decay, and the values
             of `flags`.
         flags: names of the settings whose values are arguments of `build`.
-        is_adaptive: whether the step size is nearly independent of the gradient norm. If so, weight decay does not
-            apply to biases, and --choose-recipe scales the learning rate with the square root of the number of images
-            per step instead of linearly.
+        is_adaptive: whether the step size is nearly independent of the gradient norm. If true, weight decay does
+            not apply to biases, and --choose-recipe scales the learning rate with the square root of the number of
+            images per step instead of linearly.
         rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
         native: name of the rule in native/optimizers.h. The custom operator native_NAME updates all parameters.
         state: names of the inputs of Paddle's operator that contain the state of the rule. Several parameters may share
             one state variable.
         attrs: names of the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the
-            rule's members in native/optimizers.h. These attributes are the same for all parameters.
+            rule's members in native/optimizers.h. The attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
-        rewrite: None if `op` implements the rule. Otherwise, Paddle lacks the rule: rewrite(step) changes or replaces
+        rewrite: None if `op` implements the rule. If Paddle lacks the rule, rewrite(step) changes or replaces
             the operators `op` of another rule, which minimize has added to a step.builder.StepBuilder. rewrite is
             called after accumulation, loss scaling and clipping have been added. With custom kernels, the operator
             native_NAME then replaces the operators `op`.

@@ -1,7 +1,7 @@
 """Fold batch normalization into the preceding convolutions, for evaluation in half precision and for ONNX files.
 
 In evaluation, BN statistics are fixed, so BN only scales and shifts each channel. The pass multiplies the filters by
-the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation with Paddle's
+the scale, and replaces BN with an addition of the shift. Without folding, half-precision evaluation with Paddle's
 kernels spends more time on BN than on convolutions (benchmarks/log/kernels_h200.md).
 
 For prediction and for evaluation in float16 on GPUs, this module also fuses or replaces the convolutions themselves.

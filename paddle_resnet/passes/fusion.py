@@ -5,8 +5,8 @@ dropout. BN is fused with the next activation, or with the residual addition and
 evaluation, BN is also fused with a preceding depthwise convolution (without residual addition) or 1x1 convolution.
 fuse() lists further conditions.
 
-This pass runs after Paddle has added casts, gradients and all-reduces, so it does not change parameters, checkpoints or
-communication.
+fuse() is called after Paddle has added casts, gradients and all-reduces, so it does not change parameters, checkpoints
+or communication.
 """
 
 from collections import namedtuple
@@ -119,7 +119,7 @@ def paddle_depthwise(program: static.Program) -> tuple[str, ...]:
 
 
 def find_tail(graph: Graph, bn: Operator) -> Tail:
-    """Return the Tail of a BN operator."""
+    """Return the Tail of a BN operator, which describes the operators that are fused with this operator."""
     y = bn.output("Y")[0]
     if activation := _activation(graph, y):
         op, name = activation
@@ -285,7 +285,7 @@ def _fuse_channel_scaling(graph, mul):
 
 def _addition_of_pool_gradient(graph, name):
     """If the only reader of a gradient adds it to the gradient of global average pooling, return (gradient operator of
-    the pooling, operator that adds). Otherwise, return (None, None)."""
+    the pooling, operator that adds). In all other cases, return (None, None)."""
     add, *others = graph.readers.get(name, [None])
     # The custom operator for a preceding BN or max pooling layer may already compute this sum (see Graph.summands).
     if others or add is None or add.type not in GRADIENT_SUMS or add in graph.replaced:

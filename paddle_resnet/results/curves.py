@@ -38,11 +38,11 @@ def chart(
         series: [(name, CSS class, [(x, y)])]; values from -TINY to TINY are drawn as 0.
         xlabel: label of the x axis.
         mark: (x, y, text) of a point to mark, or None.
-        from_zero: whether the y axis begins at 0. Otherwise, the axis is logarithmic if all values are positive and
-            span more than a factor of 30.
+        from_zero: whether the y axis begins at 0. If from_zero is False, all values are positive and the values span
+            more than a factor of 30, the y axis is logarithmic.
         last_x: minimum upper end of the x axis, so that several charts can have the same axis.
-        has_log_x: whether the x axis is logarithmic, in which case all x must be positive. Otherwise, the axis begins
-            at 0.
+        has_log_x: whether the x axis is logarithmic, in which case all x must be positive. If has_log_x is False, the x
+            axis begins at 0.
     Returns:
         Markup of an <svg>, or "" if there are no points.
     """

@@ -29,13 +29,13 @@ class Curve:
     """Losses of training steps with an increasing learning rate.
 
     Attributes:
-        lr: learning rates, as values of --lr. The optimizer used `factor` times these rates.
+        lr: learning rates, as values of --lr; the optimizer used `factor` times the rates in this list.
         loss: loss of each step's batches, before the update. Only the last loss may be infinite, NaN or, in a curve
             that was read from a file, None.
         smoothed: result of smooth(loss); excludes the last loss if it is not finite.
         factor: number of processes times --accumulate-steps.
-        steepest: rate at which the smoothed loss falls fastest, rounded; the suggested value of --lr. None if the
-            smoothed loss does not fall clearly.
+        steepest: rate at which the smoothed loss falls fastest, rounded, which is the suggested value of --lr; None if
+            the smoothed loss does not fall clearly.
         minimum: rate at which the smoothed loss is lowest, rounded; None if steepest is None.
         ended_early: whether the search ended because the loss diverged.
         arguments: {flag: value}.
@@ -68,7 +68,7 @@ def smooth(losses: Sequence[float], steps: int) -> np.ndarray:
     would otherwise dominate the means of the preceding steps.
 
     Args:
-        losses: finite losses.
+        losses: finite losses of consecutive steps.
         steps: number of steps from the lowest to the highest rate. WINDOW is a fraction of this number.
     """
     clipped, kept = np.minimum(losses, max(losses[:SETTLING_STEPS], default=0.0)), _kept(steps)
@@ -130,7 +130,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], steps: int) -> tupl
 
     Args:
         rates: learning rates, which rise by a constant factor.
-        losses: finite losses.
+        losses: finite losses of consecutive steps.
         steps: number of steps from the lowest to the highest rate.
     """
     if len(losses) < SETTLING_STEPS:
@@ -174,7 +174,7 @@ def read(path: str | Path) -> Curve:
     """Read a file written by write().
 
     Returns:
-        Curve.
+        the Curve in the file.
     Raises:
         UsageError: the file cannot be read or does not match the schema.
     """

@@ -40,10 +40,10 @@ def write(
     Args:
         path: path of the page to write.
         report_file: path of a report. The CSV files next to the report are from the best evaluation of the run.
-        open_drawer: function that opens the checkpoint in a folder, and returns a function that maps the content of an
-            image file and a label to the JPEG file of a heat map. The former raises UsageError if the checkpoint cannot
-            be used or the network has no heat maps, the latter ValueError if it cannot draw an image. If None, the page
-            contains no heat maps.
+        open_drawer: function that opens the checkpoint in a folder, and returns a function draw(content of an image
+            file, label) that returns the JPEG file of a heat map. open_drawer raises UsageError if the checkpoint
+            cannot be used or the network has no heat maps; draw raises ValueError if the image cannot be drawn. If
+            open_drawer is None, the page contains no heat maps.
     Raises:
         UsageError: report_file or one of the run's tables cannot be read or does not match the schema.
         RunError: the page cannot be written.
@@ -80,7 +80,7 @@ def _teacher(run):
 
 
 def save(path: str | Path, template: str, **content: Any) -> None:
-    """Render a template in this folder and write the page. Raise RunError if the page cannot be written."""
+    """Render a template in results/ and write the page. Raise RunError if the page cannot be written."""
     try:
         with outputs.replaced(path) as partial:
             text = _templates().get_template(template).render(content)
@@ -222,8 +222,9 @@ def _worst(run, classes, confusion, rows):
 
 
 def _worst_of_multi_label(run, classes, rows):
-    """Like _worst, with --multi-label and by average precision. The thumbnails are the images whose probability is on
-    the wrong side of the threshold of the class, farthest from it first."""
+    """Return the result of _worst for a run with --multi-label: the WORST_CLASSES classes with the lowest average
+    precision. The thumbnails are the images whose probability is on the wrong side of the threshold of the class,
+    farthest from the threshold first."""
     worst = sorted((row for row in classes if row["ap"] and float(row["ap"]) < 1), key=lambda row: float(row["ap"]))
     worst = worst[:WORST_CLASSES]
     images = _images(run) if rows else {}
@@ -246,7 +247,8 @@ def _worst_of_multi_label(run, classes, rows):
 
 def _add_heat_maps(run, worst, rows, open_drawer):
     """Set "heat_maps" in the rows of _worst to {image: data URL of the heat map of its predicted class}, or in those of
-    _worst_of_multi_label to the heat maps of the row's class. Return the reason if there are none, otherwise None."""
+    _worst_of_multi_label to the heat maps of the row's class. Return the reason if no heat maps can be drawn, otherwise
+    None."""
     labels = {} if run.is_multi_label else {row["image"]: row["prediction"] for row in rows}
     for row in worst:
         row["heat_maps"] = {}
@@ -289,8 +291,8 @@ def _ratio(text):
 
 def _per_class(run, classes):
     """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, preceded by its averages. With
-    --multi-label, the average precision follows the images. Return no rows for older tables, which lack these
-    metrics."""
+    --multi-label, the average precision follows the images. Return no rows for a table of an older version, which lacks
+    precision, recall and F1."""
     best = run.best()
     metrics = run.epochs[best[0]] if best else {}
     empty = ("", "") if run.is_multi_label else ("",)

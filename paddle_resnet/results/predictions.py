@@ -1,9 +1,11 @@
 """Write the predictions of an evaluation to a CSV file (--predictions).
 
-The file contains one row per image, in the order of the data set. The columns are image (images.Image.name), label,
-prediction, class and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so
-on for the most probable classes, at most five. `python -m paddle_resnet.predict --csv` writes the same columns, except
-for label and class. Fields are empty for classes with a NaN logit and for probabilities that are not finite.
+The file contains one row per image, in the order of the data set. Without --multi-label, the columns are image
+(images.Image.name), label, prediction, class and predicted_class (the names of label and prediction), then label_1,
+class_1, probability_1 and so on for the most probable classes, at most five; fields are empty for classes with a NaN
+logit and for probabilities that are not finite. With --multi-label, the columns are image, labels and prediction (class
+names separated by "|"), then probability_NAME for each class. `python -m paddle_resnet.predict --csv` writes the same
+columns, except for label, class and labels.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def list_images(
         count: expected number of images.
         is_multi_label: value of --multi-label.
     Returns:
-        [Image].
+        [Image] of the validation images.
     Raises:
         RunError: the number of images is not `count`.
         UsageError: the data set or the skip list can no longer be read.

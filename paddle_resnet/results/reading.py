@@ -86,7 +86,7 @@ class Run:
         evaluated: folder of the checkpoint that a run without training evaluates, or None.
         steps: {(epoch, step): {"train.loss": ...}}; values that are not finite are None.
         epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; values that are not finite are None.
-        summary: {name: value}; empty if the run has not finished.
+        summary: {name of an entry of the summary: value}; empty if the run has not finished.
         start_s: seconds from each start of the run to its first entry, summed over all starts.
         total_s: seconds from each start of the run to its last entry, summed over all starts.
         when: date and time of the first entry.
@@ -241,7 +241,7 @@ def read(place: str | Path) -> Run:
     Args:
         place: path of the report, or of a folder that contains report.json.
     Returns:
-        Run.
+        the Run that the report describes.
     Raises:
         UsageError: the file cannot be read, does not match the schema, or contains no "PARAMETER" line.
     """
@@ -399,8 +399,7 @@ def _spend(run, data):
 
 
 def _spend_epoch(run, data):
-    """Add the time of a complete epoch to run.spent_s. This time replaces run.open_s, the time of the steps in the
-    epoch."""
+    """Add the time of a complete epoch to run.spent_s, and reset run.open_s, the time of the steps in the epoch."""
     run.epoch_s, run.open_s = run.total_s, Counter()
     for phase in ("train", "val"):
         run.spent_s[phase] += data.get(f"{phase}.epoch_time") or 0

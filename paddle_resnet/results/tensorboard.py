@@ -40,7 +40,7 @@ def follow(
     checkpoint,
     pictures: Callable[[Any], np.ndarray],
 ) -> ShardIterator | SyntheticIterator | _Shown:
-    """Write events from now until logger.close(), on rank 0 only.
+    """Write log entries as TensorBoard events from this call until logger.close(), on rank 0 only.
 
     Args:
         folder: value of --tensorboard-dir.

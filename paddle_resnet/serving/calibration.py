@@ -32,7 +32,7 @@ BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that are not clipped
-# A tensor of an image is ignored if its largest activation exceeds the median over the images so far by this factor. In
+# A tensor of an image is ignored if its largest activation exceeds OUTLIER times the median over the images so far. In
 # a measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
 # (benchmarks/log/int8_2cpu.md), and would have determined the means of all images.
 OUTLIER = 10
@@ -98,7 +98,7 @@ def quantize(network: Network, bits: int, image_root: str, images: int, allow_ou
         images: maximum number of images to use.
         allow_outside: see draw.
     Returns:
-        Sample.
+        Sample of the images that were used.
     Raises:
         UsageError: the data set or an image cannot be used, or an activation is not finite.
         RunError: see image_files.predict.
@@ -106,7 +106,7 @@ def quantize(network: Network, bits: int, image_root: str, images: int, allow_ou
     drawn, available = draw(image_root, images, allow_outside, network.args.multi_label)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
     histograms, means, counts = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), Counter()
-    largest, unusual = {name: [] for name in names}, 0  # largest: of each image, [images] for each batch
+    largest, unusual = {name: [] for name in names}, 0  # {activation: [largest value per image [images], per batch]}
     classes = set()
     compiled, exe = compile_prog(network.args, network.program, is_train=False), network.exe
     for batch, labels in _batches(network.description, image_root, drawn):
@@ -128,8 +128,8 @@ def quantize(network: Network, bits: int, image_root: str, images: int, allow_ou
         unusual += (~are_usual).sum()
     if unusual:
         logger.warn(
-            f"--calibrate {image_root}: {unusual} of {len(drawn)} images have tensors whose largest activation exceeds "
-            f"{OUTLIER} times its median over the images; these tensors are ignored"
+            f"--calibrate {image_root}: ignoring tensors of {unusual} of {len(drawn)} images, because the largest "
+            f"activation in these tensors exceeds {OUTLIER} times its median over the images"
         )
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
@@ -167,8 +167,8 @@ def _set(network, name, values):
 def draw(
     image_root: str | Path, count: int, allow_outside: bool = False, is_multi_label: bool = False
 ) -> tuple[list[Image], int]:
-    """Draw training images at random, one from each of `count` sections of nearly equal length. Thus the sample is
-    representative if the images are sorted by class, and also if the classes alternate.
+    """Draw training images at random, one from each of `count` sections of nearly equal length, so that the sample is
+    representative both if the images are sorted by class and if the classes alternate.
 
     Args:
         image_root: folder of the data set.

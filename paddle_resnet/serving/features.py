@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paddle_resnet.utils import files, logger, outputs
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,20 +31,21 @@ def table_of(path: str | Path) -> Path:
 @contextlib.contextmanager
 def writer(path: str | Path) -> Iterator[Callable[[Sequence[str], np.ndarray], None]]:
     """Write normalized features, float32 [images, channels], to `path`, and a table with the columns `row` and `image`
-    to table_of(path), when the `with` block ends. Rows are written when they arrive, so that the memory does not limit
-    their number.
+    to table_of(path), when the `with` block ends. Rows are written to disk when they arrive, so that memory does not
+    limit the number of rows.
 
     Yields:
         a function write(paths of N images, features [N, channels]).
     Raises:
         UsageError: a file cannot be written.
+        RunError: stdout was closed before the end of the block.
     """
     count = channels = 0
 
     def header():
         array.seek(0)
         shape = {"descr": "<f4", "fortran_order": False, "shape": (count, channels)}
-        np.lib.format.write_array_header_1_0(array, shape)  # its size does not depend on the number of rows
+        np.lib.format.write_array_header_1_0(array, shape)  # the header has the same size for any number of rows
 
     def write(paths, features):
         nonlocal count, channels
@@ -68,7 +69,9 @@ def writer(path: str | Path) -> Iterator[Callable[[Sequence[str], np.ndarray], N
             rows.writerow(["row", "image"])
             yield write
             header()
-    except logger.ClosedPipe:
-        raise
+    except logger.ClosedPipe as e:
+        raise RunError(
+            f"--features {path}: not written, because stdout was closed; read all of stdout, or redirect it to a file"
+        ) from e
     except OSError as e:
         raise UsageError(f"--features {path}: cannot be written ({e.strerror}); choose a different file") from e

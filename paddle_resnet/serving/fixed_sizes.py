@@ -30,8 +30,8 @@ class Steps:
 
     Args:
         network: networks.Network whose program contains an async copy of its outputs.
-        sizes: batch sizes. A batch of any other size is padded to the next larger size in this list. Calling the object
-            splits a batch that is larger than all sizes.
+        sizes: batch sizes. A batch of any other size is padded to the next larger size in `sizes`. Calling the object
+            splits a batch that is larger than all of `sizes`.
     """
 
     def __init__(self, network, sizes: Iterable[int]) -> None:
@@ -55,7 +55,7 @@ class Steps:
             return self._step(len(images))(images)
 
     def host_images(self, count: int) -> np.ndarray:
-        """See model.Model.host_images."""
+        """Return an array with undefined content for `count` images, at most max(sizes); see Model.host_images."""
         with static.scope_guard(self._network.scope):
             return self._step(count).host_images()[:count]
 
@@ -67,8 +67,8 @@ class Steps:
 
 
 class _Step:
-    """A step for one batch size. Its input is on the device, and a buffer in host memory receives images before they
-    are copied to the device."""
+    """A step for one batch size. The input of the step is on the device, and a buffer in host memory receives images
+    before they are copied to the device."""
 
     def __init__(self, network, size):
         args, images = network.args, network.images

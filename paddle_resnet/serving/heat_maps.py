@@ -39,7 +39,8 @@ class GradCam:
     """Computes class activation maps with Grad-CAM. The network runs in float32 with Paddle's kernels.
 
     Args:
-        network: result of networks.load_checkpoint, in float32 and NCHW. Operators are added to its program.
+        network: result of networks.load_checkpoint, in float32 and NCHW. GradCam adds operators to the program of the
+            network.
     Attributes:
         description: content of model.json.
     Raises:
@@ -61,15 +62,15 @@ class GradCam:
                     f"{_name(network)}: heat maps require that the logits depend on the last feature map through "
                     f"operators with gradients; {_REMEDY}"
                 )
-            # The sum instead of the paper's mean over all positions only scales the map. With it, the mean of a class
-            # activation map plus the bias is the logit.
+            # The sum instead of Grad-CAM's mean over all positions only scales the map. With the sum, the mean of a
+            # class activation map plus the bias is the logit.
             weights = _op("reduce_sum", {"X": gradient}, dim=[2, 3], keep_dim=True)
             weighted = _op("elementwise_mul", {"X": features, "Y": weights})
             self._map = _op("reduce_sum", {"X": weighted}, dim=[1], keep_dim=False)
 
     def __call__(self, data: bytes, label: int) -> np.ndarray:
-        """Return the class activation map of an image file, float32 [h, w]. It covers the image's crop, and is positive
-        where the image speaks for the class. For the arguments and exceptions, see overlay."""
+        """Return the class activation map of an image file, float32 [h, w]. The map covers the crop that the network
+        reads; its positive values increase the logit of the class. For the arguments and exceptions, see overlay."""
         network = self._network
         one_hot = np.zeros([1, network.logits.shape[1]], np.float32)
         one_hot[0, label] = 1
@@ -94,7 +95,7 @@ def _last_feature_map(network):
     every path in the program leads through it.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such variable.
     """
     block = graph.block(network.program)
     producers = {name: op for op in block.ops for name in op.output_arg_names}
@@ -139,10 +140,10 @@ def overlay(model: GradCam, data: bytes, label: int) -> bytes:
     Args:
         model: result of open_model.
         data: content of an image file.
-        label: the class.
+        label: index of the class whose map is drawn.
     Returns:
-        JPEG file. It shows the entire image, turned upright and reduced to at most SIDE pixels per side. Margins that
-        the network does not see are dark.
+        JPEG file that shows the entire image, turned upright and reduced to at most SIDE pixels per side. Margins that
+        the network does not read are dark.
     Raises:
         Unreadable: Pillow cannot read the image.
     """

@@ -65,8 +65,8 @@ def predict_batches(
     model: Model, paths: Sequence[Any], batch_size: int, device: str, threads: int, read: Reader | None = None
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
     """Yield ([(path, problem or None)], outputs) for each batch. The outputs of the model, float32 [N, classes] and,
-    with features, [N, channels] (see model.Model.outputs), contain a row for each of the N files without a problem.
-    They are [] if no file of the batch could be decoded. For the arguments and exceptions, see predict."""
+    with features, [N, channels] (see model.Model.outputs), contain a row for each of the N files without a problem. If
+    no file of the batch could be decoded, the outputs are []. For the arguments and exceptions, see predict."""
     running = [], []
     for files_read, images in image_batches(model.description, paths, batch_size, device, threads, read):
         submitted = files_read, [] if images is None else model.submit(images)
@@ -101,9 +101,9 @@ def image_batches(
     """Yield ([(path, problem or None)], images of the files without a problem, or None) for each batch.
 
     DALI decodes batches in advance. Unless `read` is set, DALI also reads the files, so that Python does not have
-    to read them one by one. DALI stops at the first image that it cannot read or decode. From then on, `read` (by
-    default, _read_file) reads the files, and their headers are checked. If DALI stops again, all images that
-    were read but not yielded are decoded one by one. For exceptions, see _alone."""
+    to read them one by one. DALI stops at the first image that it cannot read or decode. After DALI has stopped, `read`
+    (by default, _read_file) reads the files, and their headers are checked. If DALI stops again, all images that were
+    read but not yielded are decoded one by one. For exceptions, see _alone."""
     remaining, ahead, is_read_by_dali = iter(paths), deque(), read is None
     read = _checked(read or _read_file, description)
 

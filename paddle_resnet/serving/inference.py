@@ -60,9 +60,9 @@ def open_model(
         path: the folder or ONNX file.
         device: "cpu" or "gpu".
         model_arch_name: see networks.load_checkpoint.
-        precision: "float32", "float16", "bfloat16" or "int8". If None, a checkpoint runs in float16 on a GPU with
-            compute capability 7.0 or higher if custom kernels are available, and otherwise in float32; an export runs
-            in the precision in which it was exported.
+        precision: "float32", "float16", "bfloat16" or "int8". If `precision` is None, a checkpoint runs in float16 on
+            a GPU with compute capability 7.0 or higher if custom kernels are available, and otherwise in float32; an
+            export runs in the precision in which it was exported.
         sizes: see fixed_sizes.Steps; used for checkpoints on a GPU.
         tta: "none", or "flip" to average the probabilities of each image and its mirror image.
         features: whether the model also returns the input of the last layer (see model.Model.outputs); only for a
@@ -133,8 +133,8 @@ def open_checkpoint(
     """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels if these are
     available. On a CPU, the model runs in onnxruntime if the packages onnx and onnxruntime are installed and the
     network can be converted, because onnxruntime was 3.7 to 9.6 times as fast as the Executor
-    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why (on a
-    CPU only if `engine` is "fastest").
+    (benchmarks/log/prediction_2cpu.md). If neither captured steps nor onnxruntime can be used, the model runs in the
+    Executor, and a logged line states why (on a CPU only if `engine` is "fastest").
 
     Args:
         path: folder of a checkpoint or a run.
@@ -182,7 +182,7 @@ def _open_as_onnx(path, model_arch_name, features):
         for package in ("onnx", "onnxruntime"):
             onnx_writer.require(package)
     except UsageError as e:
-        return None, f", although it is faster than Paddle on a CPU: {e}"
+        return None, f", although onnxruntime is faster than Paddle on a CPU: {e}"
     network = networks.load_checkpoint(path, model_arch_name=model_arch_name, fold=True, features=features)
     if network.args.qat:
         return None, ", because folding the BN of a network trained with --qat changes its probabilities"
@@ -236,8 +236,8 @@ def open_paddle(folder: str | Path, device: str, logits: bool = False) -> Model:
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
-    # The files are read in Python, because Paddle cannot open paths that are not valid UTF-8. Their sizes and hashes
-    # are checked, because Paddle 2.6.2 crashes (segmentation fault) if model.pdmodel is not a program.
+    # The files are read in Python, because Paddle cannot open paths that are not valid UTF-8. The sizes and hashes of
+    # the files are checked, because Paddle 2.6.2 crashes (segmentation fault) if model.pdmodel is not a program.
     entries = description["files"]
     try:
         program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
@@ -292,8 +292,8 @@ def open_onnx(path: str | Path, device: str, logits: bool = False) -> Model:
 
 
 def _check_onnx(data, path):
-    """Raise UsageError if model.json in the same folder lists the ONNX file with a different sha256. This check is
-    necessary because onnxruntime does not detect damaged weights."""
+    """Raise UsageError if model.json in the same folder lists the ONNX file with a different sha256, because
+    onnxruntime does not detect damaged weights."""
     try:
         entries = _read_description(path.parent).get("files")
     except UsageError:  # the metadata of the ONNX file contains the description

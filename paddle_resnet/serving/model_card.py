@@ -125,7 +125,7 @@ def _preprocessing(description):
     size = "{} x {} (height x width)".format(*crop) if isinstance(crop, list) else f"{crop} x {crop}"
     takes_pixels = description["input"]["dtype"] == "uint8"
     lines = [
-        f"`preprocess.py` computes it, and `model.json` defines it. Shorter side: {values['resize_short']} pixels "
+        f"`preprocess.py` preprocesses images as `model.json` defines. Shorter side: {values['resize_short']} pixels "
         f"({values['interp']}), then the central {size} pixels, RGB.",
         f"Normalization: (level * {values['scale']:.8g} - mean) / std, with the mean {_numbers(values['mean'])} and "
         f"the std {_numbers(values['std'])}.",

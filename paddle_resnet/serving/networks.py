@@ -61,7 +61,7 @@ class Network:
 
     @property
     def outputs(self) -> list[static.Variable]:
-        """[probabilities], or [probabilities, features]."""
+        """[probabilities] or, if the network was loaded with features=True, [probabilities, features]."""
         return [self.probabilities] if self.features is None else [self.probabilities, self.features]
 
     @property
@@ -108,13 +108,13 @@ def load_checkpoint(
         precision: "float32", or "float16" for a network that runs only on a GPU. With float16, the types of input and
             output do not change, and the BN parameters and the softmax remain float32.
         as_evaluated: whether to keep the layout, the number of channels and the kernels of the run's evaluations, so
-            that the results have the rounding errors of these evaluations, if they were in float32. The input has
-            three channels in this layout.
-        temperature: temperature by which to divide the logits, or None. The parameters of the last layer are divided
-            by it, so that the network needs no further operator.
+            that the results have the rounding errors of these evaluations, if the evaluations were in float32. With
+            as_evaluated, the input has the layout of the evaluations, but always three channels.
+        temperature: temperature by which to divide the logits, or None. The parameters of the last layer are divided by
+            the temperature, so that the network needs no further operator.
         features: whether the network also returns the input of its last layer.
     Returns:
-        Network.
+        the inference Network.
     Raises:
         UsageError: the checkpoint does not exist, is damaged, contains values that are not finite or was saved before
             the processes averaged their BN statistics; the user's file that defines the network does not exist or is

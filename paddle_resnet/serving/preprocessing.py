@@ -190,8 +190,8 @@ def scale(size: tuple[int, ...], preprocessing: dict[str, Any]) -> float:
 
 
 def crop_start(size: int, scale: float, crop: int) -> float:
-    """Return the position of the crop's first edge on one axis, in pixels of the image from its first edge. It is
-    negative if the crop repeats pixels of the edge.
+    """Return the position of the crop's first edge on one axis, in pixels of the image from its first edge. The
+    position is negative if the crop repeats pixels of the edge.
 
     Args:
         size: height or width of the image.
@@ -303,7 +303,7 @@ def chosen(probabilities: np.ndarray, model: dict) -> np.ndarray:
     network, all whose probability is not below the threshold of the class.
 
     Args:
-        probabilities: [classes].
+        probabilities: probabilities of an image, floats [classes].
         model: content of model.json.
     """
     order = np.argsort(-probabilities, kind="stable")
@@ -313,7 +313,7 @@ def chosen(probabilities: np.ndarray, model: dict) -> np.ndarray:
 
 
 def _decoder_text(evaluated):
-    """Return a line that states which decoder the recorded top1 or mAP belongs to, or "" if this is unknown."""
+    """Return a line that states which decoder the recorded top1 or mAP belongs to, or "" if it is not recorded."""
     evaluated = evaluated if isinstance(evaluated, dict) else {}
     pixels = {"cpu": "pixels as computed here, within 2 levels", "gpu": "JPEG pixels within 6 levels of those here"}
     name = "map" if "map" in evaluated else "top1"

@@ -292,8 +292,8 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 class _Protocol(H11Protocol):
-    """A connection that is closed if no request arrives, or if the client does not read the response. Otherwise, idle
-    clients could occupy all MAX_CONNECTIONS connections."""
+    """A connection that is closed if no request arrives, or if the client does not read the response, so that idle
+    clients cannot occupy all MAX_CONNECTIONS connections."""
 
     def connection_made(self, transport):
         super().connection_made(transport)

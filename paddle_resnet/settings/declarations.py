@@ -1,10 +1,11 @@
 """Collect the flags of train.py, which components and groups declare as fields of their Settings, and build the parser.
 
 The kind of a flag determines which runs inherit it from a checkpoint. Evaluation inherits the flags of the kinds
-"network" and "preprocessing". Training that loads only the variables of --from-checkpoint inherits the same flags and,
-if the run that wrote the checkpoint used it, --asp. Fine-tuning (--from-pretrained-params) inherits --model-arch-name,
---image-shape and the flags of the kind "preprocessing". A resumed run inherits the flags of the kinds "network",
-"preprocessing", "recipe" and "saving". No run inherits the flags of the kinds "loader", "machine" and "output".
+"network" and "preprocessing". Training that loads only the variables of --from-checkpoint inherits the flags of the
+kinds "network" and "preprocessing" and, if the run that wrote the checkpoint used --asp, also --asp. Fine-tuning
+(--from-pretrained-params) inherits --model-arch-name, --image-shape and the flags of the kind "preprocessing". A
+resumed run inherits the flags of the kinds "network", "preprocessing", "recipe" and "saving". No run inherits the flags
+of the kinds "loader", "machine" and "output".
 
 The topic of a flag is the part of `--help all` that describes it; `--help` lists only the flags in MAIN, each with its
 help text up to the first semicolon.
@@ -80,7 +81,7 @@ _OF_NVIDIA = (
 )
 NVIDIA = frozenset(f"--{name}" for name in _OF_NVIDIA.split())
 
-# The order of the flags in `--help TOPIC`, --print-config and meta.json. Other flags follow.
+# The order of the flags in `--help TOPIC`, --print-config and meta.json. Flags that ORDER does not contain come last.
 ORDER = (
     "config run-scope resume overwrite from-checkpoint last-epoch-of-checkpoint from-pretrained-params "
     "pretrained-mismatch choose-recipe dry-run model-arch-name num-of-class image-shape qat crop-size resize-short "
@@ -113,12 +114,12 @@ def _build_parser():
     parser = Parser(
         prog="train",
         description="Train, evaluate or benchmark an image classifier with Paddle and NVIDIA DALI.",
-        # The wheel does not contain configs/.
+        # Omit the example with a recipe if only the wheel is installed, because the wheel does not contain configs/.
         examples=[example for example in EXAMPLES if "configs/" not in example[1] or not is_installed()],
         main=MAIN,
         epilog=f"{program('train')} --print-config FLAGS prints the values as a file for --config, except those that "
         "you do not set and that a checkpoint, the data or the network can determine. In the file and on the command "
-        "line, `false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
+        "line, `false` turns off a switch. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
     for name, declared in _FLAGS.items():
         action = parser.add_argument(flag_name(name), default=declared.default, **declared.options)

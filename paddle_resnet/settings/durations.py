@@ -17,7 +17,7 @@ MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
 def _minutes(text):
     value = numbers.positive_number(text)
     if value > MOST_MINUTES:
-        raise argparse.ArgumentTypeError(f"{text} is too large; use at most {MOST_MINUTES}, which is a year")
+        raise argparse.ArgumentTypeError(f"{text} minutes are too long; use at most {MOST_MINUTES}, which is a year")
     return value
 
 
@@ -58,7 +58,7 @@ class Settings:
     eval_interval: int = flag(
         1,
         "number of epochs between evaluations; with --iter-unit batch, number of steps, which is --num-iter if "
-        "not set; the run always ends with an evaluation",
+        "not set; except with --run-scope train_only, the run always ends with an evaluation",
         topic="checkpoints",
         kind="saving",
         parse=numbers.positive,
@@ -86,13 +86,13 @@ class Settings:
 def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Yield a Conflict if --iter-unit batch is set without --num-iter."""
     if settings.iter_unit == "batch" and settings.num_iter is None:
-        yield Conflict("--iter-unit batch: requires the number of training steps; add --num-iter")
+        yield Conflict("--iter-unit batch: requires the number of training steps; add --num-iter N")
 
 
 class Stop(NamedTuple):
     """A position at which training pauses, because the epoch ends or the run evaluates or saves: after `step` batches
-    of epoch `epoch`. `ends_epoch` is true if this is the end of the epoch. `step` can be None for a run without such
-    positions (an evaluation or a benchmark)."""
+    of epoch `epoch`. `ends_epoch` is true if this is the end of the epoch. `step` is None in a benchmark and in a run
+    without training, which never pause."""
 
     epoch: int
     step: int | None = None
@@ -102,8 +102,8 @@ class Stop(NamedTuple):
 
     @property
     def averages_bn(self) -> bool:
-        """Whether the processes average their BN statistics here. A run ends with averaged statistics even with
-        --run-scope train_only, because `evaluates` is true at its end."""
+        """Whether the processes average their BN statistics at this stop. A run ends with averaged statistics even
+        with --run-scope train_only, because `evaluates` is true at the end of every run."""
         return self.ends_epoch or self.evaluates
 
     def place(self) -> dict:
@@ -211,7 +211,8 @@ def stops(settings: Settings, timeline: Timeline, done: int = 0) -> Iterator[Sto
     `done` steps. --save-interval-steps adds no Stop.
 
     Args:
-        settings, timeline: length of the run.
+        settings: length of the run, and intervals of evaluations and checkpoints.
+        timeline: number of training steps in each epoch.
         done: number of completed training steps.
     """
     if settings.iter_unit == "batch":

@@ -25,8 +25,8 @@ class Declaration(NamedTuple):
         kind: one of declarations.KINDS, which determines the runs that inherit the flag from a checkpoint.
         topic: topic of `--help TOPIC` that describes the flag.
         batches: whether the flag determines the order or the content of the training batches.
-        depends_on: names of other flags. If the user sets one of these flags to a value that differs from the
-            checkpoint's, this flag is not inherited from the checkpoint.
+        depends_on: names of other flags; this flag is not inherited from a checkpoint if the user sets one of the
+            other flags to a value that differs from the checkpoint's.
         used_by: (name of another flag, the values of that flag for which this flag has an effect), for example the
             schedules that use this flag; None if this flag always has an effect.
         before: value to assume for checkpoints that are older than the flag; None for the default.
@@ -53,8 +53,8 @@ class Conflict(NamedTuple):
 
     Attributes:
         message: error message.
-        unused: names of the flags that `by` makes unused or unusable. If two flags exclude each other, both names are
-            in both fields.
+        unused: names of the flags that the flags in `by` make unused or unusable. If two flags exclude each other, both
+            names are in `unused` and in `by`.
         by: names of the flags that cause the conflict.
     """
 
@@ -81,8 +81,8 @@ def flag(
     Args:
         default: default value. A flag with a boolean default is a switch: `--flag` without a value means true, and
             `--flag false` overrides the configuration file.
-        help: help text. `--help` shows it up to the first semicolon. "(default: ...)" at its end replaces the default
-            in the help, for flags whose default depends on other values.
+        help: help text. `--help` shows the text up to the first semicolon. If the text ends with "(default: ...)",
+            `--help` shows these parentheses instead of the flag's default value.
         topic, kind, depends_on, used_by, declaration: attributes of Declaration. A flag also depends on the flag in
             `used_by`.
         parse: function that converts the text of a value, and raises argparse.ArgumentTypeError if the value is

@@ -63,7 +63,7 @@ def inherit(
     settings: values.Settings, recorded: values.Settings, names: tuple[str, ...], folder: str
 ) -> tuple[dict, dict]:
     """Set each of the flags `names` that is not explicit to its value from an earlier run, unless it depends on an
-    explicit flag whose value differs (depends_on in field.Declaration). Then derive flags again (follow).
+    explicit flag whose value differs (depends_on in field.Declaration), and then derive flags again (follow).
 
     Args:
         settings: Settings; modified in place.

@@ -35,13 +35,14 @@ ALIASES = {
     "weight-decay": "wd",
 }
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
-# Flags of older versions: {flag: what to do without it}.
+# Flags that older versions had: {flag: remedy for the error message}.
 REMOVED = {"cpu-decoder-load": "remove it; --hw-decoder-load divides the images between the GPU's decoders"}
 
 
 class ToolParser(Parser):
-    """A parser for a tool that also accepts flags of train.py. It separates these flags first, because argparse would
-    mistake the value of a flag that the tool does not have for the path that the tool expects."""
+    """A parser for a tool that also accepts flags of train.py. The parser separates the flags of train.py first,
+    because argparse would mistake the value of a flag that the tool does not have for the path that the tool
+    expects."""
 
     def find_help(self, topic: str) -> str | None:
         return super().find_help(topic) or PARSER.find_help(topic)
@@ -152,7 +153,7 @@ def arguments(flags: dict[str, Any]) -> list[str]:
         if key not in ACTIONS or key == "config":
             raise UsageError(_unknown("key", str(key), [name for name in ACTIONS if name != "config"]))
         if isinstance(value, bool) and not ACTIONS[key].nargs:
-            raise UsageError(f"{key}: YAML parses the value as the boolean {value}; quote it")
+            raise UsageError(f"{key}: YAML parses the value as the boolean {str(value).lower()}; put it in quotes")
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, list | dict) for v in value)):
             raise UsageError(f"{key}: nested values are not supported; use a single value or a flat list")
         if value is not None:  # null keeps the default

@@ -23,7 +23,7 @@ ONE_LABEL = ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
 # Origins of the values that override values of a file or a recipe.
 HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
-# Flags whose features PIR programs lack. Without a GPU, --cuda-graph and its value have no effect.
+# Flags whose features PIR programs lack. --cuda-graph is not among them, because it has no effect without a GPU.
 _NOT_IN_PIR = ("amp", "asp", "qat", "teacher")
 
 
@@ -43,7 +43,8 @@ def check_sizes(settings: images.Settings) -> None:
 
 def check_device(settings: values.Settings) -> None:
     """Check the flags that the device may not support, after --device is resolved. Raises UsageError if --amp or
-    --dali-device requires a GPU, but the run is on the CPU."""
+    --dali-device requires a GPU, but the run is on the CPU; or if --program-representation pir requires a CPU, but the
+    run is on a GPU."""
     _raise(_conflicts_of_device(settings))
 
 
@@ -53,8 +54,9 @@ def check_kernels(settings: machine.Settings) -> None:
 
 
 def check_command(settings: values.Settings) -> None:
-    """Check the flags of a command line before flags are inherited or chosen. If none will be, also check the flags
-    that check() checks. Raises UsageError if a value is invalid, or flags conflict."""
+    """Check the flags of a command line before flags are inherited or chosen. If the run will neither inherit nor
+    choose flags, also check the flags that check() checks. Raises UsageError if a value is invalid, or flags
+    conflict."""
     conflicts = [*_conflicts_of_command(settings)]
     if not (settings.part(start.Settings).is_from_weights or settings.resume or settings.choose_recipe):
         conflicts += _conflicts_of_settings(settings)
@@ -70,7 +72,7 @@ def drop_unused(settings: values.Settings) -> None:
     """Set each value of a file or a recipe that a flag of higher rank makes unused to its default, and add a message to
     settings.dropped. A value with an origin in HIGHEST, such as the command line, has a higher rank than a value of a
     --config file, which has a higher rank than a value that --choose-recipe chooses. Conflicts between values of the
-    same rank remain, and so do conflicts in which the value of higher rank is the unused one."""
+    same rank are not resolved, nor are conflicts in which the value of higher rank is the unused one."""
     ranks = _Ranks(settings)
     while found := next(ranks.droppable(), None):
         ranks.drop(*found)
@@ -140,7 +142,7 @@ def warnings(settings: values.Settings) -> Iterator[str]:
     if settings.freeze and trains and not (settings.part(start.Settings).is_from_weights or settings.resume):
         yield (
             f"--freeze {text(settings.freeze)}: frozen layers would keep random initial weights; add "
-            "--from-pretrained-params"
+            "--from-pretrained-params DIR"
         )
     if settings.class_weights != "none" and settings.balanced_sampling and trains:
         yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
@@ -148,8 +150,8 @@ def warnings(settings: values.Settings) -> Iterator[str]:
     is_known = settings.budget_minutes is None
     if settings.lr_scheduler == "Piecewise" and trains and is_known and min(settings.lr_decay_epochs) >= end:
         yield (
-            f"--lr-decay-epochs {listed(settings.lr_decay_epochs)}: not before the end of the run ({end}), so the "
-            "learning rate never decays; use lower values"
+            f"--lr-decay-epochs {listed(settings.lr_decay_epochs)}: not before the end of the run "
+            f"({settings.iter_unit} {end}), so the learning rate never decays; use lower values"
         )
     evaluations = -(-end // settings.eval_interval) if is_known else math.inf
     if trains and settings.is_explicit("patience") and settings.patience >= evaluations:
@@ -162,10 +164,11 @@ def warnings(settings: values.Settings) -> Iterator[str]:
         export = command("export", run_folder, settings.inference_dir)
         yield f"--inference-dir {settings.inference_dir}: a run exports no network; after training, run {export}"
     if settings.warmup_start_lr and not settings.warmup_epochs:
-        yield f"--warmup-start-lr {settings.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"
+        rate = f"{settings.warmup_start_lr:g}"
+        yield f"--warmup-start-lr {rate}: has no effect without --warmup-epochs; add it, or remove --warmup-start-lr"
     if settings.is_explicit("budget_minutes") and (settings.benchmark or not trains):
         obstacle = "--benchmark" if settings.benchmark else "--run-scope eval_only"
-        yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove it"
+        yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove --budget-minutes"
     for name in ("benchmark_steps", "benchmark_warmup_steps"):
         if settings.is_explicit(name) and not settings.benchmark:
             flag_and_value = f"{flag_name(name)} {getattr(settings, name)}"
@@ -173,7 +176,7 @@ def warnings(settings: values.Settings) -> Iterator[str]:
     if OPTIMIZERS[settings.optimizer].is_adaptive and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC" and settings.kernels == "paddle":
-        yield "--data-layout NHWC: with --kernels paddle, slower than NCHW on a CPU; use NCHW"
+        yield "--data-layout NHWC: with --kernels paddle, slower than NCHW on a CPU; use --data-layout NCHW"
     if settings.device == "cpu" and settings.dali_output_fp16:
         yield "--dali-output-fp16: rounds images to half precision, which has no benefit on a CPU; remove the flag"
 
@@ -234,7 +237,7 @@ def _conflicts_of_settings(settings):
         )
     if settings.patience and settings.run_scope is RunScope.TRAIN_ONLY:
         yield Conflict(
-            f"--patience {settings.patience}: requires evaluations; use 0, or remove --run-scope train_only",
+            f"--patience {settings.patience}: requires evaluations; use --patience 0, or remove --run-scope train_only",
             ("patience",),
             ("run_scope",),
         )
@@ -268,7 +271,7 @@ def _unused(settings):
 def _is_requested(settings, name):
     """Return whether the effect of a flag was requested: by a value that differs from the default, or by any value on
     the command line or in Python except 0, false and None, which turn a flag off. A derived value is not a request. A
-    default in a file is not a request either, because the output of --print-config also lists unused flags."""
+    default in a file is not a request, because the output of --print-config also lists unused flags."""
     value, origin = getattr(settings, name), settings.origin(name)
     is_typed = origin in ("command line", "Python")
     return not origin.startswith("--") and (value != DEFAULTS[name] or (is_typed and bool(value)))
@@ -367,7 +370,8 @@ def _conflicts_of_output(settings):
     for name in ("predictions", "report_html"):
         if getattr(settings, name) is not None and settings.data_format == "synthetic":
             yield Conflict(
-                f"{flag_name(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove it",
+                f"{flag_name(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove "
+                f"{flag_name(name)}",
                 (name,),
                 ("data_format",),
             )

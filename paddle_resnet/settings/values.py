@@ -8,8 +8,8 @@ from paddle_resnet.utils.errors import command
 
 T = TypeVar("T")
 EXPLICIT = "explicit_flags"
-# Further keys of the first entry: what describes the machine and the software, and the folder of the checkpoint that a
-# run without training evaluates.
+# Further keys of the first entry of a report. ENVIRONMENT describes the machine and the software; EVALUATED is the
+# folder of the checkpoint that a run without training evaluates.
 ENVIRONMENT, EVALUATED = "environment", "evaluated_checkpoint"
 _CHOSEN = "chosen: "
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
@@ -28,7 +28,7 @@ class Settings:
     resolution.py resolves the values step by step. Programs are built from frozen settings, whose values do not change.
 
     Args:
-        values: {name: value}.
+        values: {name of a flag: value}.
         origins: {name: origin} for the values that are not defaults. An origin is "command line", "file PATH",
             "Python", "checkpoint FOLDER", "data", "machine", "chosen: REASON", or the flag from which the value is
             derived; "recorded" for all values of an earlier run, and "internal" for a value that the program sets for
@@ -170,11 +170,11 @@ class Settings:
         return {flag: path for flag, path in paths.items() if path is not None}
 
     def input_folders(self) -> dict[str, str]:
-        """Return {flag: path} like start_paths, and for --teacher."""
+        """Return {flag: path} for --from-checkpoint, --from-pretrained-params and --teacher, if they are set."""
         return self.start_paths() | ({} if self.teacher is None else {"--teacher": self.teacher})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the flags that describe the run, as plain data."""
+        """Return {name: value} for the flags that describe the run, with values that JSON and YAML can store."""
         values = {name: value for name, value in vars(self).items() if name not in _OF_COMMAND}
         return values | {"run_scope": self.run_scope.value}
 
@@ -191,7 +191,8 @@ def flag_name(name: str) -> str:
 
 
 def argument(settings: Any, name: str) -> str:
-    """Return a flag and its value as a user writes them. `settings` are these Settings or those of a component."""
+    """Return a flag and its value as a user writes them on the command line. `settings` has the flag as an attribute:
+    the Settings of a run, or of a component."""
     value = getattr(settings, name)
     if value is True:
         return flag_name(name)

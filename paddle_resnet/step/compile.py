@@ -69,7 +69,7 @@ class CompiledStep(static.CompiledProgram):
 
 
 class PirStep:
-    """Like CompiledStep, for a PIR program, which the Executor compiles when it first runs.
+    """Like CompiledStep, for a PIR program, which the Executor compiles in the first step.
 
     Args:
         variable_of: function that returns the variable of the program for a variable of `source`.
@@ -202,7 +202,7 @@ def _warn_of_depthwise(kernels, paddle_layers):
         return
     if kernels == "paddle":
         logger.warn(
-            "--kernels paddle: the network has depthwise convolutions, for which the custom kernels are made; use "
+            "--kernels paddle: the network has depthwise convolutions, which Paddle's kernels compute; use "
             "--kernels native"
         )
         return

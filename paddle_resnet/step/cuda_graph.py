@@ -117,8 +117,8 @@ class CapturedStep:
         program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).
         place: device of the program.
         untested: result of untested_operators.
-        is_explicit: whether the user has set --cuda-graph true. In this case, a difference between captured and
-            uncaptured results stops the run; otherwise, the run continues with uncaptured steps.
+        is_explicit: whether the user has set --cuda-graph true. If true, a difference between captured and
+            uncaptured results stops the run; if false, the run continues with uncaptured steps.
     """
 
     def __init__(self, program, place, untested=(), is_explicit=False):

@@ -40,7 +40,7 @@ class Dispatcher:
             self._run = functools.partial(_fetch, run, class_num)
             return
         if not any(op.type == host_metrics.OPERATOR for op in graph.block(program._program).ops):
-            raise RuntimeError("program: has no async copy of its metrics; build it with --kernels native")
+            raise RuntimeError("program: does not copy metrics to the host; build the program with --kernels native")
         run = functools.partial(exe.run, program, fetch_list=[])
         if program.captured is not None:
             program.captured.check()

@@ -26,7 +26,7 @@ class State:
             for a file that has the format of PREFIX.pdparams, in which the variables replace their sources; or None if
             checkpoints do not contain them.
         starts_as_source: whether the variables start with the values of their sources, which are parameters or BN
-            statistics. Otherwise, the startup program determines their values.
+            statistics. If false, the startup program determines the values.
         flag, what: the flag that adds the variables, and their name in messages.
     """
 

@@ -70,7 +70,7 @@ def run_and_save(
     end_step: int | None = None,
 ) -> dict:
     """Like program.run(), but also call `save(epoch, step)` every --save-interval-steps steps, unless save is None, and
-    stop before step `end_step`, unless it is None. The next call continues the epoch. In this function, each
+    stop before step `end_step`, unless it is None. The next call continues the epoch. In run_and_save, each
     batch is a step, even with --accumulate-steps; only --save-interval-steps counts training steps.
 
     Returns:

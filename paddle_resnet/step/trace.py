@@ -60,8 +60,8 @@ def start(program: Any, first_step: int, last_step: int, is_resume: bool) -> "Tr
 
 def _outside(steps, first_step, last_step):
     return UsageError(
-        f"--profile-steps {steps[0]}:{steps[1]}: outside the first pass of this run, {first_step}:{last_step}; use a "
-        "range within it"
+        f"--profile-steps {steps[0]}:{steps[1]}: outside the steps {first_step}:{last_step}, after which this run "
+        f"evaluates, begins an epoch or ends; use steps within {first_step}:{last_step}"
     )
 
 

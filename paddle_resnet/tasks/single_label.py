@@ -147,10 +147,10 @@ class SingleLabel:
         return result
 
     def restore(self, fetchs: Mapping[str, tuple[Any, Any]], meta: Mapping[str, Any]) -> None:
-        """Prepare an evaluation of the checkpoint with this meta.json ({} if it has none)."""
+        """Prepare an evaluation of the checkpoint with this meta.json ({} if the checkpoint has no meta.json)."""
 
     def meta(self, evaluated: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return entries of meta.json for the result of the last evaluation, or for None if there is none."""
+        """Return entries of meta.json for the result of the last evaluation, or for None if none has been run."""
         return {}
 
     def describe(self, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,8 +242,8 @@ def calibration_over_all_processes(confidences: np.ndarray, is_correct: np.ndarr
 
 
 def predictions_on_rank_0(labels: ArrayLike, rows: ArrayLike) -> dict[str, np.ndarray]:
-    """On rank 0, return {"predictions": those of all processes}; on all other ranks, return {}. Shards are assigned in
-    rank order, so the predictions are in the order of the data set."""
+    """On rank 0, return {"predictions": the predictions of all processes}; on all other ranks, return {}. Shards are
+    assigned in rank order, so the predictions are in the order of the data set."""
     from paddle_resnet.job import exchange
 
     own = np.column_stack([labels, rows])

@@ -63,7 +63,7 @@ ORDER_SEED = 0
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
 BLOCK = 64  # images per task of a worker for RecordIO (synced to disk after each block) and class folders
 _LOCK = ".lock"
-# How a message names an entry of convert.json, if not by the flag of the same name.
+# {key of convert.json: name of its value in messages, if this is not the flag with the name of the key}
 _DIFFERING = {
     "splits": "different images",
     "classes_sha256": "different classes",
@@ -247,7 +247,7 @@ def locked(output: str | Path) -> Iterator[None]:
             yield
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # raised if the folder contains files
+            with contextlib.suppress(OSError):  # a folder that contains files is kept
                 os.rmdir(output)
 
 
@@ -424,8 +424,9 @@ def _continued(output, manifest):
                 )
         return recorded["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - {_LOCK, *_partial(output)}):
-        remedy = "remove it or choose a different folder"
-        raise UsageError(f"--output {output}: exists, but contains no conversion; {remedy}")
+        raise UsageError(
+            f"--output {output}: exists, but contains no conversion; remove {output} or choose a different folder"
+        )
     return None
 
 
@@ -537,7 +538,7 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index. The shard gets its final name only when both files are complete.
+    """Write one shard and its index. The shard gets its final name only when the shard and its index are complete.
 
     Raises:
         UsageError: an image cannot be read, or its label is invalid.
@@ -562,7 +563,7 @@ def _write_folders(output, split, images, classes, pool, report):
     for number, image in enumerate(images):
         name = os.path.basename(image.name)
         place = os.path.join(split, classes[image.label], name)
-        if place in taken:  # images of different folders of the source belong to the same class
+        if place in taken:  # images from different folders of the source have the same name and the same class
             place = os.path.join(split, classes[image.label], f"{number:08d}_{name}")
         taken.add(place)
         tasks.append((image, os.path.join(output, place)))

@@ -113,9 +113,9 @@ def balance(splits: dict[str, dict[str, Any]]) -> Figure:
 
 
 def _size_limits(splits):
-    """Return the upper limits for width and height in the drawing. Each is the maximum over all splits or, if this is
-    more than twice the 99th percentile, the percentile, so that the largest 1% of the sizes do not compress the rest of
-    the drawing."""
+    """Return the upper limits for width and height in the drawing. Each limit is the maximum over all splits or, if
+    this is more than twice the 99th percentile, the percentile, so that the largest 1% of the sizes do not compress the
+    rest of the drawing."""
     sizes = np.concatenate([content["sizes"] for content in splits.values()])
     if len(sizes) == 0:
         return np.ones(2)

@@ -1,8 +1,8 @@
 """`python -m paddle_resnet.dataset duplicates`: find validation images that are also, or nearly, in train.
 
-Images are compared by a perceptual hash, or by features that the caller computes with a network. Both searches need
-memory that grows with the number of images, not with the number of pairs. Worker processes import this module, because
-it imports neither Paddle nor DALI.
+Images are compared by a perceptual hash, or by features that the caller computes with a network. With hashes and with
+features, the required memory grows with the number of images, not with the number of pairs. Worker processes import
+this module instead of dataset.py, because this module imports neither Paddle nor DALI.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from paddle_resnet.utils.errors import UsageError, core, counted, printable
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
-# Defaults of --distance and --similarity, from the 6.7 million pairs of 3,670 photographs of five flowers. Hashes: 23
-# pairs had at most this distance, all of the same photograph or scene; of the 10 pairs with distance 8, 4 were not.
-# Features of EfficientNet-Lite0: 17 pairs had at least this similarity, all of the same scene.
+# Defaults of --distance and --similarity, from the 6.7 million pairs of 3,670 photographs of 5 flowers. The hashes of
+# 23 pairs had at most the distance DISTANCE, and all of these pairs show the same photograph or scene; of the 10 pairs
+# with distance 8, 4 do not. The features of EfficientNet-Lite0 of 17 pairs had at least the similarity SIMILARITY, and
+# all of these pairs show the same scene.
 DISTANCE, SIMILARITY = 6, 0.95
-MAX_DISTANCE = 15  # beyond, most pairs are unrelated
+MAX_DISTANCE = 15  # maximum value of --distance; at larger distances, most pairs are unrelated
 SIDE, FREQUENCIES = 32, 8  # pixels and frequencies per direction of the perceptual hash
 FILE, PIXELS, SIMILAR = "same file", "same pixels", "similar"
 SHOWN = 50  # maximum number of pairs to print
-_BANDS, _BAND_BITS = 4, 16  # parts of a hash, see neighbors
+_BANDS, _BAND_BITS = 4, 16  # number of parts of a hash, and bits per part; see neighbors
 _BLOCK = 1 << 16  # hashes to look up at once
-_SETS = np.array([i.bit_count() for i in range(1 << _BAND_BITS)], np.uint8)  # number of bits of each part
+_SETS = np.array([i.bit_count() for i in range(1 << _BAND_BITS)], np.uint8)  # [i]: number of bits of i that are 1
 _DCT = np.cos(np.pi * (2 * np.arange(SIDE) + 1) * np.arange(FREQUENCIES)[:, None] / (2 * SIDE))
 _CONTEXT = multiprocessing.get_context("spawn")
 _PER_WORKER = 256  # minimum number of images per worker process, because starting a process takes a second
@@ -116,22 +117,22 @@ def perceptual_hash(picture: Pillow.Image) -> int:
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
-def describe(image: Image) -> tuple[int | None, int | None, str | None]:
-    """Return (perceptual hash, label, None) of an image, or (None, None, reason) if it cannot be read."""
+def describe(image: Image) -> tuple[int | None, str | None]:
+    """Return (perceptual hash, None) of an image, or (None, reason) if it cannot be read."""
     try:
-        data, label = read_image(image)
+        data, _ = read_image(image)
     except OSError as e:
-        return None, None, f"cannot be read ({e.strerror})"
+        return None, f"cannot be read ({e.strerror})"
     except UsageError as e:
-        return None, None, f"cannot be read ({e})"
+        return None, f"cannot be read ({e})"
     try:
-        with warnings.catch_warnings():  # such as those about transparency and about large images
+        with warnings.catch_warnings():  # Pillow warns about transparency and large images, which do not matter here
             warnings.simplefilter("ignore")
-            return perceptual_hash(Pillow.open(io.BytesIO(data))), None if label is None else int(label), None
-    except UnidentifiedImageError:  # its message contains an address
-        return None, None, "is not in an image format that Pillow supports"
+            return perceptual_hash(Pillow.open(io.BytesIO(data))), None
+    except UnidentifiedImageError:  # the message of this exception contains a memory address
+        return None, "is not in an image format that Pillow supports"
     except Exception as e:  # the errors of Pillow have no common base class
-        return None, None, f"cannot be decoded by Pillow ({core(e)})"
+        return None, f"cannot be decoded by Pillow ({core(e)})"
 
 
 def describe_all(images: Sequence[Image], workers: int | None = None) -> Iterator[tuple]:
@@ -151,19 +152,18 @@ def by_hash(images: dict[Mode, list[Image]], distance: int = DISTANCE, workers: 
     """Find the validation images whose perceptual hash differs by at most `distance` bits from that of a training
     image. For `images`, see list_images; for `workers`, see describe_all."""
     results = describe_all([image for mode in Mode for image in images[mode]], workers)
-    kept, labels, hashes = ({mode: [] for mode in Mode} for _ in range(3))
+    kept, hashes = ({mode: [] for mode in Mode} for _ in range(2))
     unreadable = {}
     for mode in Mode:
-        for image, (value, label, problem) in zip(images[mode], results, strict=False):
+        for image, (value, problem) in zip(images[mode], results, strict=False):
             if problem is None:
                 kept[mode].append(image)
-                labels[mode].append(label)
                 hashes[mode].append(value)
             else:
                 unreadable[image.name] = problem
     hashes = {mode: np.array(values, np.uint64) for mode, values in hashes.items()}
     closest = closest_hashes(hashes[Mode.EVAL], hashes[Mode.TRAIN], distance)
-    return _report(kept, labels, closest, unreadable)
+    return _report(kept, closest, unreadable)
 
 
 def closest_hashes(queries: np.ndarray, references: np.ndarray, distance: int) -> list[tuple[int, int, int, int]]:
@@ -189,7 +189,7 @@ def neighbors(
     `distance` bits, each pair once. `queries` and `references` are uint64.
 
     If two hashes differ by at most d bits, one of their four parts differs by at most d / 4 bits (multi-index hashing:
-    Norouzi et al., arXiv:1307.2982). So each query looks up only the references with these parts."""
+    Norouzi et al., arXiv:1307.2982), so each query is compared only with the references that have such a part."""
     radius = distance // _BANDS
     masks = [mask for mask, bits in enumerate(_SETS) if bits <= radius]
     for band in range(_BANDS):
@@ -241,8 +241,8 @@ def by_features(
     features_of: Callable[[list[Image]], Iterable[tuple[list[tuple[Image, str | None]], np.ndarray]]],
     similarity: float = SIMILARITY,
 ) -> Report:
-    """Find the validation images whose features have at least this cosine similarity with those of a training image.
-    Only the features of the validation images are kept in memory.
+    """Find the validation images whose features have at least the cosine similarity `similarity` with those of a
+    training image. Only the features of the validation images are kept in memory.
 
     Args:
         images: see list_images.
@@ -276,39 +276,35 @@ def by_features(
     closest = [
         (i, int(found[i]), max(0.0, 1 - float(best[i])), int(matches[i])) for i in np.flatnonzero(matches).tolist()
     ]
-    labels = {mode: [image.label for image in kept[mode]] for mode in Mode}
-    return _report(kept, labels, closest, unreadable)
+    return _report(kept, closest, unreadable)
 
 
-def _report(images, labels, closest, unreadable):
-    pairs = [
-        Pair(
-            _kind(images[Mode.EVAL][i], images[Mode.TRAIN][k]),
-            distance,
-            *(images[Mode.EVAL][i].name, labels[Mode.EVAL][i]),
-            *(images[Mode.TRAIN][k].name, labels[Mode.TRAIN][k]),
-            matches,
-        )
-        for i, k, distance, matches in closest
-    ]
+def _report(images, closest, unreadable):
+    pairs = []
+    for i, k, distance, matches in closest:
+        val, train = images[Mode.EVAL][i], images[Mode.TRAIN][k]
+        kind, val_label, train_label = _compare(val, train)
+        pairs.append(Pair(kind, distance, val.name, val_label, train.name, train_label, matches))
     pairs.sort(key=lambda pair: ((FILE, PIXELS, SIMILAR).index(pair.kind), pair.distance, pair.val))
     return Report({mode.value: len(images[mode]) for mode in Mode}, pairs, unreadable)
 
 
-def _kind(first, second):
-    """Return how two similar images agree: FILE, PIXELS or SIMILAR."""
+def _compare(first, second):
+    """Return how two similar images agree (FILE, PIXELS or SIMILAR), and their labels."""
+    labels = first.label, second.label
     try:
-        (one, _), (two, _) = read_image(first), read_image(second)
-        if one == two:
-            return FILE
-        pixels = [preprocessing.upright_rgb(Pillow.open(io.BytesIO(data))) for data in (one, two)]
+        contents, labels = zip(*map(read_image, (first, second)), strict=True)  # the labels of records are in the files
+        labels = [None if label is None else int(label) for label in labels]
+        if contents[0] == contents[1]:
+            return FILE, *labels
+        pixels = [preprocessing.upright_rgb(Pillow.open(io.BytesIO(data))) for data in contents]
     except Exception:  # DALI can read images that Pillow cannot read, and the files may change
-        return SIMILAR
-    return PIXELS if np.array_equal(*pixels) else SIMILAR
+        return SIMILAR, *labels
+    return PIXELS if np.array_equal(*pixels) else SIMILAR, *labels
 
 
 def write_csv(report: Report, file: Any) -> None:
-    """Write a line per Pair to an opened text file, after a line with the names of its attributes."""
+    """Write a line per Pair to an opened text file, after a line with the names of the attributes of Pair."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(each.name for each in fields(Pair))
     writer.writerows([_cell(value) for value in asdict(pair).values()] for pair in report.pairs)
@@ -333,7 +329,7 @@ def lines(report: Report) -> Iterator[str]:
         distance = "" if pair.kind != SIMILAR else f" {_cell(pair.distance)}"
         yield printable(f"{pair.kind}{distance}: {pair.val} = {pair.train}{more}{labels}")
     if len(report.pairs) > SHOWN:
-        yield f"{len(report.pairs) - SHOWN} more; use --csv FILE to list all"
+        yield f"{counted(len(report.pairs) - SHOWN, 'more pair')}; use --csv FILE to list all"
     kinds = Counter(pair.kind for pair in report.pairs)
     found = ", ".join(f"{kinds[kind]} {kind}" for kind in (FILE, PIXELS, SIMILAR) if kinds[kind])
     val, train = (

@@ -46,8 +46,8 @@ def split(
     Raises:
         UsageError: source is not a folder, or has no class folders or only one; a class has fewer than two images, or
             one of its images is a broken link or a special file; groups_duplicates leaves no image of a class for a
-            split; the name of a folder is that of a split (except a
-            single class "train") or not valid UTF-8; or output exists.
+            split; the name of a folder is that of a split (except a single class "train") or not valid UTF-8; or output
+            exists.
         OSError: output cannot be written.
     """
     source, output = Path(source), Path(output)
@@ -144,13 +144,13 @@ def divide(
         label: name of the class.
         names: names of its images.
         fraction, seed: see split.
-        groups: {"LABEL/NAME": group}. Names of the same group go to the same split; those of the group None go to
-            train/. A name that is missing is a group by itself. If no group fits into val/, the smallest one goes
-            there, and if this would leave train/ empty, none.
+        groups: {"LABEL/NAME": group}. Names of the same group go to the same split; names of the group None go to
+            train/. A name that is missing in `groups` is a group by itself. If no group fits into val/, the smallest
+            group goes to val/, unless this would leave train/ empty.
     """
     count = min(max(1, round(len(names) * fraction)), len(names) - 1)
     by_chance = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(f"{seed}\0{label}\0{name}")).digest())
-    members = {}  # in the order of their first names
+    members = {}  # {group: names}, in the order of the first name of each group
     for name in by_chance:
         group = (groups or {}).get(f"{label}/{name}", name)
         if group is not None:

@@ -2,8 +2,8 @@
 
 Worker processes import this module instead of dataset.py, because this module does not import Paddle.
 
-docs/data.md lists the file types that training accepts or rejects. The list was tested with DALI 2.4 on the CPU, using
-850 files: test images from Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
+The file types that docs/data.md lists as accepted or rejected were tested with DALI 2.4 on the CPU, using 850 files:
+test images from Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     Task = tuple[ListedImage, int | None]  # image, number of classes or None
-    Result = tuple[str | None, list[str], bytes | None, float | None]  # see check
+    Result = tuple[str | None, list[str], bytes | None, float | None]  # result of check()
 
 # {file suffix: nvImageCodec's name for the expected codec}
 CODEC_OF_SUFFIX = {
@@ -94,9 +94,9 @@ def verify(
 ) -> Report:
     """Decode every image of the splits on all cores, with the CPU decoders that training uses.
 
-    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both
-    passes must yield the same images and labels in the same order. DALI does not read an LMDB with damaged records,
-    because its reader cannot skip them.
+    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. DALI must
+    return the same images and labels in the same order as reading record by record. DALI does not read an LMDB with
+    damaged records, because its reader cannot skip them.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
@@ -107,7 +107,7 @@ def verify(
         label_offset: value of --label-offset.
         allow_one_class: whether all training images may belong to one class.
     Returns:
-        Report.
+        Report of all checks.
     Raises:
         UsageError: root is not a folder, or contains no split.
     """
@@ -211,7 +211,8 @@ def _compare_lists(lists, report):
 
 def _compare_with_dali(root, mode, data_format, images, checked, report):
     """Read record files with DALI, and compare the images and labels with the results of check(). Images for which
-    check() failed are skipped; if there are any in a format that cannot skip records, nothing is compared."""
+    check() failed are skipped. If check() failed for an image and the format cannot skip records, nothing is compared.
+    """
     if not getattr(FORMATS[data_format], "CAN_SKIP", True) and any(failure for failure, *_ in checked):
         return
     pairs = zip(images, checked, strict=True)
@@ -324,7 +325,7 @@ def check(task: Task) -> Result:
         return "is empty", ["0 bytes"], None, label
     failure = bad_images.decode(data)
     if failure is None and not classes.is_class(label, num_of_class):
-        allowed = "a whole number from 0" if num_of_class is None else f"one of {num_of_class} classes"
+        allowed = "a whole number from 0" if num_of_class is None else f"a whole number from 0 to {num_of_class - 1}"
         failure = f"has label {label:g}, which is not {allowed}"
     return failure, _unusual(image, data), _digest(data), label
 

@@ -8,7 +8,8 @@ from paddle_resnet.utils import logger
 def bind_to_gpu(local_gpu: int) -> None:
     """Remove the CPU cores outside the GPU's NUMA node from the CPU affinity of this process.
 
-    If this is not possible, the affinity remains unchanged and a warning states why. The affinity affects only speed.
+    If the cores cannot be determined or removed, the affinity remains unchanged, and a warning states why. The affinity
+    affects only speed.
 
     Args:
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.

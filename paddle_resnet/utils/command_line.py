@@ -21,7 +21,7 @@ _DEFAULT = re.compile(r" \(default: .*\)$")  # in help texts of flags whose defa
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError. Its --help prints the examples, and one line for each main flag.
+    """An argument parser that raises UsageError. --help prints the examples, and one line for each main flag.
 
     The line of a flag contains its help text up to the first semicolon, and its default unless this is None or False.
     If the help text ends with "(default: ...)", as for flags whose default depends on other flags, the line shows this
@@ -150,8 +150,8 @@ class _Help(argparse.Action):
 
 def join_help(arguments: Sequence[str] | None) -> list[str]:
     """Return the arguments (default: those of this process) with the first `--help` and its value joined by "=".
-    Otherwise, argparse would parse `--help --lr` as two flags. The arguments after this value are dropped, because the
-    command prints help and exits."""
+    Without the "=", argparse would parse `--help --lr` as two flags. The arguments after the value of --help are
+    dropped, because the command prints help and exits."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for i, argument in enumerate(arguments[:-1]):
         if argument == "--":

@@ -30,7 +30,7 @@ class ScoreMeter:
 
     def update(self, rows: np.ndarray, n: int) -> None:
         """Add the scores of a batch (models/multi_label_head.py), float32 [n, 2 C]."""
-        assert rows.shape == (n, 2 * self._class_num), f"scores: {rows.shape} for {n} images"
+        assert rows.shape == (n, 2 * self._class_num), f"scores: shape {rows.shape} instead of {n} rows"
         self._rows.append(np.array(rows, np.float32))  # copy, because Paddle may own the memory
 
     def rows(self) -> np.ndarray:

@@ -18,8 +18,8 @@ def acquire(path: str | Path, warn: Callable[[str], None]) -> TextIO:
 
     Args:
         path: path of the lock file.
-        warn: function to call with a message if the file system does not support locks. In this case, the file is
-            returned without a lock.
+        warn: function to call with a message if the file system does not support locks. Without such support, the
+            file is returned without a lock.
     Returns:
         the open lock file. The lock lasts until this process ends or closes any file object for this path.
     Raises:

@@ -57,7 +57,7 @@ class AverageMeter:
                 number.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
-        assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
+        assert value.size in (1, n), f"{self.name}: {value.size} values instead of 1 or {n}"
         is_finite = np.isfinite(value)
         not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
         value = value[is_finite]
@@ -109,7 +109,7 @@ class ConfusionMeter:
 
     def update(self, pairs: np.ndarray, n: int) -> None:
         """Add a batch of pairs, integers [n, 2]. Each row contains the label and the predicted class of one image."""
-        assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
+        assert pairs.shape == (n, 2), f"confusion: shape {pairs.shape} instead of {(n, 2)}"
         self._pairs.append(np.array(pairs))  # copy, because Paddle may own the memory
 
     def labels(self) -> np.ndarray:
@@ -142,7 +142,7 @@ class ConfidenceMeter:
     def update(self, of_softmax: ArrayLike, n: int) -> None:
         """Add a batch of "of_softmax" from the loss head, [n, 2]."""
         log_sums = np.asarray(of_softmax, dtype=np.float64)[:, 1]
-        assert len(log_sums) == n, f"{len(log_sums)} confidences for {n} images"
+        assert len(log_sums) == n, f"of_softmax: {len(log_sums)} rows instead of {n}"
         self._values.append(np.exp(-log_sums))
 
     def values(self) -> np.ndarray:
@@ -168,7 +168,7 @@ class TopMeter:
         """Add a batch of logits [n, C]. Classes with equal logits are sorted by class number. Classes whose logit is
         NaN come last, and their class number is replaced with C."""
         logits = np.asarray(logits, dtype=np.float64)
-        assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
+        assert len(logits) == n, f"logits: {len(logits)} rows instead of {n}"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
         with np.errstate(invalid="ignore"):  # some logits may be NaN or infinite
             probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -187,7 +187,7 @@ class TopMeter:
 
 class StepClock:
     """Splits the time of each step into the time spent waiting for the loader and the remaining time. Call data_ready()
-    when the loader has returned a batch, and step_done() when the step has been run on it."""
+    when the loader has returned a batch, and step_done() when the step of this batch has run."""
 
     def __init__(self) -> None:
         self.restart()

@@ -56,8 +56,8 @@ def leaving(exit_code: int) -> int:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Block signals in this thread while the `with` block runs, and permanently in the threads that it starts. Such a
-    thread would otherwise receive a signal while the main thread blocks it."""
+    """Block signals in this thread while the `with` block runs, and permanently in the threads that it starts. A
+    thread that does not block a signal receives it while the main thread blocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -122,7 +122,7 @@ def _listen():
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue
         signal.signal(number, _note)
-        # Restart system calls after a signal. Otherwise Paddle's TCP store would report an interrupted system call as a
+        # Restart system calls after a signal, because Paddle's TCP store would report an interrupted system call as a
         # lost connection.
         signal.siginterrupt(number, False)
 

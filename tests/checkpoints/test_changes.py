@@ -70,11 +70,11 @@ def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, t
     threads, instructions = (line for line in capsys.readouterr().err.splitlines() if "written with" in line)
     assert threads.endswith(
         f"/Tiny/0: written with OMP_NUM_THREADS={own['threads']}, but this run has {own['threads'] + 1}, {effect}set "
-        f"OMP_NUM_THREADS={own['threads']} to reproduce them"
+        f"OMP_NUM_THREADS={own['threads']} to reproduce the losses"
     )
     assert instructions.endswith(
         "/Tiny/0: written with a different instruction set (this run: with ONEDNN_MAX_CPU_ISA=AVX2), "
-        f"{effect}resume on the same type of CPU to reproduce them"
+        f"{effect}resume on the same type of CPU to reproduce the losses"
     )
 
 

@@ -189,7 +189,8 @@ class Row:
         if self.values["start"] != "checkpoint" or start is None:
             return 0
         meta = json.loads((start / "meta.json").read_text())
-        return 0 if meta["trained"] else meta["step"] or 0
+        step = meta["step"] or 0
+        return step if step < meta["steps_each_epoch"] else 0
 
     def start(self):
         """Train the checkpoint from which the row starts, and return its folder. Return None if the row starts from

@@ -40,7 +40,7 @@ def check(outcomes):
 
 
 def test_damaged_data_is_rejected_or_harmless(tmp_path):
-    check(fuzz(tmp_path, [f"{name}:{n}" for n in range(3) for name in FORMATS]))
+    check(fuzz(tmp_path, [f"{name}:{n}" for n in range(2) for name in FORMATS]))
 
 
 @pytest.mark.soak

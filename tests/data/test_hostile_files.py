@@ -282,7 +282,7 @@ def test_verify_checks_labels_against_num_of_class(copy, capsys):
     (root / "classes.txt").unlink()
     assert dataset.main(["verify", str(root), "--num-of-class", "3"]) == 0
     assert dataset.main(["verify", str(root), "--num-of-class", "2"]) == 1
-    assert "has label 2, which is not one of 2 classes" in capsys.readouterr().out
+    assert "has label 2, which is not a whole number from 0 to 1" in capsys.readouterr().out
 
 
 READ_IMAGES = """
@@ -422,7 +422,7 @@ def test_file_list_entry_outside_root_requires_allow_outside(photos, tmp_path, c
     shutil.copy(photos / "val/class0/00.jpg", tmp_path / "secret.jpg")
     shutil.copy(photos / "val/class0/00.jpg", root / "inside.jpg")
     write_list(root, "inside.jpg 0", f"{name.format(outside=tmp_path)} 0")
-    message = r"val.txt: line 2 contains .*secret.jpg, which is outside .*; correct it, or add --allow-outside"
+    message = r"val.txt: line 2 contains .*secret.jpg, which is outside .*; correct the path, or add --allow-outside"
     with pytest.raises(UsageError, match=message):
         open_split(root)
     arguments = ["convert", "--from", str(root), "--to", "webdataset", "--output", str(tmp_path / "x")]

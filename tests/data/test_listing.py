@@ -41,7 +41,7 @@ def test_missing_file_list_is_reported_with_remedy(photos, tmp_path):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\n")
     (tmp_path / "val").rename(tmp_path / "images")
-    message = "has no val.txt; create it, or use only train.txt with --run-scope train_only"
+    message = "has no val.txt; create val.txt, or use only train.txt with --run-scope train_only"
     assert error_of(tmp_path) == f"--image-root {tmp_path}: {message}"
 
 
@@ -49,7 +49,7 @@ def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
     shutil.copytree(converted["webdataset"], tmp_path, dirs_exist_ok=True)
     for path in tmp_path.glob("val*"):
         path.unlink()
-    assert "has no val-000000.tar; create it, or use only train-000000.tar" in error_of(tmp_path)
+    assert "has no val-000000.tar; create val-000000.tar, or use only train-000000.tar" in error_of(tmp_path)
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".tgz"])
@@ -85,10 +85,8 @@ def test_class_names_that_differ_only_in_unicode_form_are_reported(photos, tmp_p
     (tmp_path / "val/class0").rename(tmp_path / "val" / nfd)
     command = f"mv {tmp_path}/val/{nfd} {tmp_path}/val/{nfc}"
     message = error_of(tmp_path).replace("'", "")
-    problem = (
-        rf"the name cafe\u0301 looks like the class caf\xe9, but has a different Unicode form; rename it: `{command}`"
-    )
-    assert message == f"{tmp_path}/val/{nfd}: {problem}"
+    problem = r"the name cafe\u0301 looks like the class caf\xe9, but has a different Unicode form"
+    assert message == f"{tmp_path}/val/{nfd}: {problem}; rename the folder: `{command}`"
     subprocess.run(error_of(tmp_path).split("`")[1], shell=True, check=True)
     assert len(DataRoot(str(tmp_path)).listed(Mode.EVAL)) == 23
     (tmp_path / "train" / nfd).mkdir()
@@ -164,7 +162,7 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "a b")
     assert error_of("train").endswith("; use .")
     shutil.rmtree(tmp_path / "a b/train")
-    message = "has no folder train/; create it, or use only val/ with --run-scope eval_only"
+    message = "has no folder train/; create the folder, or use only val/ with --run-scope eval_only"
     assert error_of(tmp_path / "a b", Mode.TRAIN) == f"--image-root {tmp_path}/a b: {message}"
 
 
@@ -428,16 +426,15 @@ def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
     assert error_of(tmp_path, Mode.TRAIN) == message
 
 
-def test_size_of_lists_is_limited(tmp_path, monkeypatch):
-    for module in (filelist, classes, skip_list):
-        monkeypatch.setattr(module, "TEXT_LIMIT", 3)
+def test_size_of_lists_is_limited(tmp_path):
     for path, read in (
         ("train.txt", lambda root: filelist.index(root, Mode.TRAIN)),
         ("classes.txt", classes.class_names),
         ("skip.txt", lambda root: DataRoot(root, skip_list=root / "skip.txt").skip),
     ):
-        (tmp_path / path).write_text("a 00")
-        with pytest.raises(UsageError, match=f"{path}:? cannot be read"):
+        (tmp_path / path).touch()
+        os.truncate(tmp_path / path, 2**30 + 1)  # takes no space on the disk
+        with pytest.raises(UsageError, match=f"{path}:? cannot be read .1073741825 bytes, limit 1073741824"):
             read(tmp_path)
         (tmp_path / path).unlink()
 
@@ -462,7 +459,7 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     assert DataRoot(tmp_path / "sub", allow_outside=True).count_classes(Mode.TRAIN) == 1
     assert len(DataRoot(tmp_path / "sub", allow_outside=True).listed(Mode.TRAIN)) == 1
     for list_images in (DataRoot.listed, DataRoot.file_list, DataRoot.count_classes):
-        with pytest.raises(UsageError, match="correct it, or add --allow-outside"):
+        with pytest.raises(UsageError, match="correct the path, or add --allow-outside"):
             list_images(DataRoot(tmp_path / "sub"), Mode.TRAIN)
     with pytest.raises(UsageError, match=r"val.txt cannot be read \(No such file"):
         DataRoot(tmp_path, "filelist").count_classes(Mode.EVAL)
@@ -524,7 +521,7 @@ def test_class_folder_unknown_to_network_is_rejected(root):
         folder.index(root, Mode.EVAL, classes=TRAINED, is_trained=True)
     with pytest.raises(UsageError, match=r"val/class0 is not one of the 3 classes of the checkpoint \(a, b, c\)"):
         open_split(root, "auto", Mode.EVAL, 3, 0, trained=["a", "b", "c"])
-    problem = "val/class3 has no train/class3; add it, or remove val/class3"
+    problem = "val/class3 has no train/class3; add the folder, or remove val/class3"
     with pytest.raises(UsageError, match=f"^--image-root {root}: {problem}$"):
         folder.index(root, Mode.EVAL)
 
@@ -918,7 +915,7 @@ def test_skipped_images_may_be_unusable(root):
 
 def test_file_list_that_is_not_utf_8_is_rejected(root):
     (root / "val.txt").write_bytes(b"\xe9.jpg 0\n")
-    with pytest.raises(UsageError, match=r"val.txt cannot be read \(it is not UTF-8\); write or correct it"):
+    with pytest.raises(UsageError, match=r"val.txt cannot be read \(it is not UTF-8\); correct this list"):
         filelist.index(root, Mode.EVAL)
 
 

@@ -137,8 +137,8 @@ def test_list_that_contradicts_class_folders_is_an_error(tmp_path, verify_here, 
     message = error_of(tmp_path)
     assert message == (
         f"{tmp_path}/{listed}.txt: {listed}/tench/0.jpg has label 0, but class tench has label 4 among the sorted "
-        f"class folders; write the names of all class folders to {tmp_path}/classes.txt in the order of the labels, or "
-        "correct them"
+        f"class folders; write the names of all class folders to {tmp_path}/classes.txt in label order, or correct the "
+        "labels"
     )
     put_names(tmp_path, NAMES)
     assert_list_order(tmp_path)

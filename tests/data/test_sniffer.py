@@ -126,7 +126,7 @@ def test_class_folders_that_differ_only_in_case(colored):
     (colored / "val/c1").rename(colored / "val/C1")
     assert "val/C1 has no train/C1; the class is c1: run `mv" in check(colored)
     (colored / "val/C1").mkdir()
-    assert error_of_training(colored).endswith("val/C1 has no train/C1; add it, or remove val/C1")
+    assert error_of_training(colored).endswith("val/C1 has no train/C1; add the folder, or remove val/C1")
 
 
 def test_list_of_a_different_program_next_to_class_folders(colored):

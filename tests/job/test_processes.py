@@ -101,24 +101,22 @@ def test_environment_without_launcher_is_valid(environment):
 
 
 @pytest.mark.parametrize(("name", "value", "problem"), INVALID)
-def test_invalid_launcher_variable_raises_with_remedy(job_of_two, monkeypatch, name, value, problem):
-    monkeypatch.setenv(name, value)
+def test_invalid_launcher_variable_raises_with_remedy(job_of_two, environment, name, value, problem):
+    environment(**{name: value})
     remedy = f"(start|set) .*, or unset {name}( for a single process)?$"
     with pytest.raises(UsageError, match=f"^{name} {re.escape(repr(value))}: {problem}.*; {remedy}"):
         processes.check_environment()
 
 
 @pytest.mark.parametrize("name", ["PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"])
-def test_missing_address_variable_raises(job_of_two, monkeypatch, name):
-    monkeypatch.delenv(name)
+def test_missing_address_variable_raises(job_of_two, environment, name):
+    environment(**{name: None})
     with pytest.raises(UsageError, match=f"^PADDLE_TRAINERS_NUM '2': requires {name}, which is not set; start"):
         processes.check_environment()
 
 
-def test_launcher_may_pass_addresses_in_a_file(job_of_two, monkeypatch):
-    monkeypatch.setenv("PADDLE_BACKUP_ENV_PATH", "/launcher.json")
-    for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"):
-        monkeypatch.delenv(name)
+def test_launcher_may_pass_addresses_in_a_file(job_of_two, environment):
+    environment(PADDLE_BACKUP_ENV_PATH="/launcher.json", PADDLE_MASTER=None, PADDLE_TRAINER_ENDPOINTS=None)
     processes.check_environment()
 
 

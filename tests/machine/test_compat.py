@@ -43,7 +43,8 @@ def test_newer_version_is_accepted_with_one_warning(version, capsys):
 
 
 def test_only_rank_0_warns_of_newer_version(environment, tmp_path):
-    """Two processes start like the ranks of a job. The command of the warning is obeyed in tests/test_self_test.py."""
+    """Two processes start like the ranks of a job. tests/test_self_test.py runs the command that the
+    warning recommends."""
     (tmp_path / "sitecustomize.py").write_text("import paddle_resnet, paddle\npaddle.__version__ = '3.4.0'\n")
     endpoints = "127.0.0.1:1,127.0.0.1:2"
     environment(PADDLE_TRAINERS_NUM=2, PADDLE_MASTER="127.0.0.1:1", PADDLE_TRAINER_ENDPOINTS=endpoints)
@@ -377,18 +378,18 @@ def test_flag_with_which_programs_fail_is_rejected(name):
 
 
 @pytest.mark.parametrize("name", ["FLAGS_check_nan_inf", pytest.param("FLAGS_use_mkldnn", marks=pytest.mark.soak)])
-def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, monkeypatch, tmp_path):
+def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, environment, tmp_path):
     """As the message recommends, the run then succeeds without the variable."""
     flags = [*TINY, "--model-arch-name", "ResNet18_CIFAR", "--data-format", "synthetic", "--output-dir", tmp_path]
-    flags += ["--benchmark", "--benchmark-warmup-steps", "1", "--benchmark-steps", "1", "--report-file"]
-    monkeypatch.setenv(name, "1")
-    done = train_process(*flags, tmp_path / "report.json")
+    flags += ["--dry-run", "--report-file", tmp_path / "report.json"]
+    environment(**{name: 1})
+    done = train_process(*flags)
     assert done.returncode == 2
     assert_one_error(done.stderr, [f"train.py: error: {name}: not supported, "])
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "report.json").exists()
-    monkeypatch.delenv(name)
-    assert train_process(*flags, tmp_path / "report.json").returncode == 0
+    environment(**{name: None})
+    assert train_process(*flags).returncode == 0
 
 
 @pytest.mark.parametrize("is_paddle_3", [False, True])

@@ -242,8 +242,8 @@ def test_unusual_activations_of_an_image_are_ignored(checkpoint, photos, monkeyp
     assert count == 12
     np.testing.assert_array_equal(actual, expected)
     assert log == (
-        f"warning: --calibrate {photos}: 1 of 12 images have tensors whose largest activation exceeds 10 times its "
-        "median over the images; these tensors are ignored\n"
+        f"warning: --calibrate {photos}: ignoring tensors of 1 of 12 images, because the largest activation in these "
+        "tensors exceeds 10 times its median over the images\n"
     )
     count, _, log = quantize(first[:5] / 1000, first, second)
     assert (count, log) == (16, "")

@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from paddle_resnet import predict
 from paddle_resnet.native import build as native
 from paddle_resnet.serving import features, inference, networks, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import RunError, UsageError
 
 
 @pytest.fixture
@@ -129,3 +131,13 @@ def test_features_and_heat_maps_together(checkpoint, photo_paths, tmp_path):
     flags = ["--features", str(tmp_path / "f.npy"), "--heat-map", str(tmp_path / "maps")]
     assert predict.main([str(checkpoint), *photo_paths[:2], "--device", "cpu", *flags]) == 0
     assert len(np.load(tmp_path / "f.npy")) == len(list((tmp_path / "maps").iterdir())) == 2
+
+
+def test_features_require_that_stdout_is_read(tmp_path):
+    """`... | head -1` would otherwise end the command without an error message and without the file."""
+    path = tmp_path / "features.npy"
+    message = f"--features {path}: not written, because stdout was closed; read all of stdout, or redirect it to a file"
+    with pytest.raises(RunError, match=re.escape(message)), features.writer(path) as write:
+        write(["a.jpg"], np.ones([1, 4], np.float32))
+        raise logger.ClosedPipe
+    assert not [*tmp_path.iterdir()]

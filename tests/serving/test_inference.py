@@ -398,4 +398,7 @@ def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, monkeypatc
     monkeypatch.setattr(inference.onnx_writer, "require", missing)
     model = inference.open_checkpoint(checkpoint, "cpu")
     assert (model.engine, model.precision) == ("Executor", "float32")
-    assert f"onnxruntime: not used, although it is faster than Paddle on a CPU: {name}: not" in capsys.readouterr().err
+    assert (
+        f"onnxruntime: not used, although onnxruntime is faster than Paddle on a CPU: {name}: not"
+        in capsys.readouterr().err
+    )

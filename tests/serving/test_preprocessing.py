@@ -84,10 +84,16 @@ def evaluated(parse, tmp_path):
     return evaluated
 
 
-@pytest.mark.parametrize("interp", loader_module.INTERPOLATION)
+SIZES = [(256, 224), (36, 32), (110, 97), (64, 64), (37, [32, 48]), (256, [320, 224]), (64, [64, 99])]
+
+
 @pytest.mark.parametrize(
-    ("resize_short", "crop"),
-    [(256, 224), (36, 32), (110, 97), (64, 64), (37, [32, 48]), (256, [320, 224]), (64, [64, 99])],
+    ("interp", "resize_short", "crop"),
+    [  # every other combination, which includes each filter and each size
+        pytest.param(interp, *size, marks=[pytest.mark.soak] * ((i + j) % 2))
+        for i, interp in enumerate(loader_module.INTERPOLATION)
+        for j, size in enumerate(SIZES)
+    ],
 )
 def test_pixels_match_evaluation_pipeline(evaluated, tmp_path, interp, resize_short, crop):
     sizes = [(101, 142), (300, 401), (257, 375), (311, 256), (33, 47), (640, 480)]

@@ -72,7 +72,7 @@ def test_labels_are_checked_if_a_step_fails(events, program, error, labels, clas
 
 def test_program_without_async_copy_is_an_error(program, library):
     del program._program.global_block().ops[1]
-    with pytest.raises(RuntimeError, match="^program: has no async copy of its metrics; build it with --kernels nat"):
+    with pytest.raises(RuntimeError, match="^program: does not copy metrics to the host; build the"):
         Dispatcher(None, program, [], True)
 
 

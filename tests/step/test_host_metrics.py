@@ -88,7 +88,7 @@ def test_missing_values_raise_an_error(parse):
     with pytest.raises(RuntimeError, match="more than three steps late"):
         np.asarray(late[0])
     other, exe, variables = build(parse(*NHWC), is_train=True)
-    with pytest.raises(RuntimeError, match="has no async copy of its metrics; build it with --kernels native"):
+    with pytest.raises(RuntimeError, match="does not copy metrics to the host; build the program with"):
         Dispatcher(exe, other, variables, is_native=True)({"data": x, "label": y})
 
 

@@ -130,7 +130,7 @@ def test_traced_steps_must_be_within_first_pass(first, last, is_resume, is_trace
     program = SimpleNamespace(trace=traced)
     if is_traced is None:
         with pytest.raises(
-            UsageError, match=f"--profile-steps 2:5: outside the first pass of this run, {first}:{last}"
+            UsageError, match=f"--profile-steps 2:5: outside the steps {first}:{last}, after which this run evaluates"
         ):
             trace.start(program, first, last, is_resume)
     else:
@@ -149,7 +149,7 @@ def test_run_that_continues_inside_epoch_traces_steps_of_its_first_pass(run_trai
     flags += ["--last-epoch-of-checkpoint", "auto"]
     capsys.readouterr()
     assert run_train(*flags, "--profile-steps", "1:2")[0] == 2
-    assert_one_error(capsys.readouterr().err, ["--profile-steps 1:2: outside the first pass of this run, 2:3"])
+    assert_one_error(capsys.readouterr().err, ["--profile-steps 1:2: outside the steps 2:3, after which"])
     assert run_train(*flags, "--profile-steps", "2:3", "--overwrite")[0] == 0
     assert (tmp_path / "second/profile/steps_2_3_rank0.json").exists()
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from paddle_resnet import dataset, predict
 from paddle_resnet.data.root import DataRoot
+from paddle_resnet.serving import features
 from paddle_resnet.tools import duplicates, split
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -66,6 +67,20 @@ def test_all_record_formats_can_be_compared(root, tmp_path, data_format):
     report = duplicates.by_hash(duplicates.list_images(tmp_path / data_format))
     assert [(pair.kind, pair.val_label, pair.train_label) for pair in report.pairs] == [
         (kind, *labels) for kind, _, *labels in EXPECTED
+    ]
+
+
+def test_labels_of_records_are_known_after_a_comparison_of_features(root, tmp_path):
+    data_files.write(root, tmp_path / "records", "tfrecord", 2, workers=2)
+
+    def features_of(images):
+        pictures = [Image.open(io.BytesIO(duplicates.read_image(image)[0])) for image in images]
+        pixels = [np.asarray(each.convert("L").resize((8, 8)), np.float32).ravel() for each in pictures]
+        yield [(image, None) for image in images], features.normalized(np.array(pixels) - 128)
+
+    report = duplicates.by_features(duplicates.list_images(tmp_path / "records"), features_of, 0.9999)
+    assert [(pair.kind, pair.val_label, pair.train_label) for pair in report.pairs[:2]] == [
+        (kind, *labels) for kind, _, *labels in EXPECTED[:2]
     ]
 
 

@@ -12,24 +12,24 @@ To add a format, write a module with the following names, and add it to FORMATS:
                 add operators that read the images to the DALI pipeline under construction, see below
     verify(image)
                 read one images.Image without DALI, and return (content of the image file, stored label); raise
-                UsageError, with the file and the place, if it is not an image with one label, or OSError if the file
-                cannot be read
+                UsageError, with the file and the place, if the record is not an image with one label, or OSError if the
+                file cannot be read
     INDEX       only if the record files have index files: their indexes.Kind
     write, Writer
                 only if `dataset convert` can write the format: see SHARDED and SINGLE_FILE
     CAN_SKIP    False if records cannot be omitted with --skip-list; omitted otherwise
-    HAS_READER  False if `read` adds no DALI reader with the given name; omitted otherwise. Then, DALI's checkpoint does
-                not contain the position, and read() has the argument start, the position (epoch, step) of the first
-                batch
+    HAS_READER  False if `read` adds no DALI reader with the given name; omitted otherwise. If HAS_READER is False,
+                DALI's checkpoint does not contain the position, and read() has the argument start, the position (epoch,
+                step) of the first batch
     stored_names(paths)
                 only if the files contain class names: return the names in label order, or None
 
 In the formats with one file per image (folder, filelist), index() has other arguments and returns image_files.Files,
 and read() and verify() are those of data/image_files.py.
 
-**The contract of read().** It is called while a DALI pipeline is defined, and returns a tuple (not a list) of two
-DataNodes: encoded images, uint8 with shape [bytes], and stored labels, int64 with shape [1], both on the CPU. A label
-that is not a whole number is -1.
+**The contract of read().** read() is called while a DALI pipeline is defined, and returns a tuple (not a list) of two
+DataNodes: encoded images, uint8 with shape [bytes], and stored labels, int64 with shape [1], both on the CPU. Instead
+of a label that is not a whole number, read() returns -1.
 - Without `shuffle`, process `shard_id` of `num_shards` reads the images from size * shard_id // num_shards to the image
   before size * (shard_id + 1) // num_shards, in stored order, which is the order of Records.images. In each epoch, the
   last image is repeated until the last batch is full.
@@ -37,8 +37,8 @@ that is not a whole number is -1.
   In each epoch, every process reads the same number of batches.
 - A pipeline that is restored from a DALI checkpoint continues with the image after the last one that was read.
 - `source_info` of an encoded image is its path relative to image_root, "FILE at index PLACE" or "FILE at key PLACE"
-  or "FILE:PLACE:...", where FILE@PLACE is Image.full_name; or it is empty. If it is empty, data/bad_images.py finds an
-  image by its position in the stored order.
+  or "FILE:PLACE:...", where FILE@PLACE is Image.full_name; or it is empty. If `source_info` is empty,
+  data/bad_images.py finds an image by its position in the stored order.
 - An image that cannot be read raises an error in the pipeline. A record without exactly one label is never passed on
   with the label of a different record.
 

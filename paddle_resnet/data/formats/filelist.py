@@ -81,7 +81,7 @@ def index(
 
     Args:
         image_root: the folder that contains the list.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         label_offset: number to subtract from the labels.
     Returns:
@@ -114,7 +114,7 @@ def index(
             labels.append(int(parsed[1]))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); write or correct it") from e
+        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); correct this list") from e
     if not files:
         raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines of the form `PATH LABEL`")
     classes.check_labels(path, [min(labels), max(labels)], num_of_class, class_names, label_offset, names_file)
@@ -129,7 +129,7 @@ def index(
 
 def _base(image_root, mode, path, name):
     """Return the folder, relative to image_root, to which the paths in a list are relative: "", the folder of the split
-    or that of the list. Without the file `name` in any of them, return ""."""
+    or the folder of the list. If none of these folders contains the file `name`, return ""."""
     folders = [split_folder(image_root, mode), os.path.dirname(path)]
     bases = ["", *(os.path.relpath(folder, image_root) for folder in folders)]
     return next((base for base in bases if os.path.isfile(os.path.join(image_root, base, name))), "")
@@ -142,13 +142,13 @@ def check_inside(image_root: str, mode: Mode, listed: image_files.Files) -> None
         if is_outside(name, image_root):
             raise UsageError(
                 f"{list_path(image_root, mode)}: line {number} contains {name}, which is outside {image_root}; correct "
-                "it, or add --allow-outside"
+                "the path, or add --allow-outside"
             )
 
 
 def check_first(image_root: str, mode: Mode, listed: image_files.Files) -> None:
-    """Raise UsageError if the first path of a list is not that of a file. Training checks all files with check_listed,
-    and the data-set tools report unreadable images."""
+    """Raise UsageError if the first path of a list is not that of a file. Only the first path is checked, because
+    training checks all files with check_listed, and the data-set tools report unreadable images."""
     name = listed.names[0]
     if not os.path.isfile(os.path.join(image_root, name)):
         remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"

@@ -54,8 +54,8 @@ def detect(image_root: str, mode: Mode) -> list[str]:
 
 
 def has_classes(path: str) -> bool:
-    """Return whether a folder contains class folders and no images next to them. Only the first class folders are
-    searched for images."""
+    """Return whether a folder contains class folders with images, and no images next to the class folders. Only the
+    first SEARCHED class folders are searched for images."""
     with contextlib.suppress(UsageError):
         if images_at_the_top(path):
             return False
@@ -84,15 +84,15 @@ def index(
 
     Args:
         image_root: the folder that contains the splits; the folder of this split exists.
-        mode: Mode.TRAIN or Mode.EVAL.
+        mode: the split, Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
-        skip: names of images that the caller will drop. These images are listed even if they are not regular files or
-            their names are not valid UTF-8.
+        skip: names of images that the caller will drop, and that are therefore listed even if they are not regular
+            files or their names are not valid UTF-8.
         classes: names of the class folders in label order (numbering.Numbering.classes); None for the sorted class
             folders of train/, or of val/ if train/ does not exist.
         is_trained: whether `classes` are those of a trained network.
     Returns:
-        image_files.Files.
+        image_files.Files of the split.
     Raises:
         UsageError: there are no class folders, or more classes than network outputs; a class exists only in val/ or is
             not in `classes`; a name is not valid UTF-8, or differs from a class only in its Unicode form; the only
@@ -158,7 +158,7 @@ def _unknown_folder(split_dir, name, folders, classes):
 
     Args:
         split_dir: folder of the validation split.
-        name: the folder.
+        name: name of the unknown folder.
         folders: all folders in split_dir.
         classes: names of the classes.
     """
@@ -168,7 +168,7 @@ def _unknown_folder(split_dir, name, folders, classes):
         return f"the class is {same}: run `{shlex.join(['mv', *paths])}`"
     if {*folders}.isdisjoint(classes) and (advice := sniffer.advice(os.path.dirname(split_dir), only_certain=True)):
         return advice
-    return f"add it, or remove {os.path.basename(split_dir)}/{name}"
+    return f"add the folder, or remove {os.path.basename(split_dir)}/{name}"
 
 
 def _plain(name):
@@ -194,7 +194,7 @@ def _check_unicode(folder, names, classes):
             remedy = (
                 "move the images into one of the folders and remove the other"
                 if other in names
-                else f"rename it: `{shlex.join(['mv', *paths])}`"
+                else f"rename the folder: `{shlex.join(['mv', *paths])}`"
             )
             raise UsageError(
                 f"{paths[0]}: the name {name!a} looks like the class {other!a}, but has a different Unicode "
@@ -234,8 +234,8 @@ def unsupported(image_root: str, mode: Mode) -> str | None:
 
 def own_classes(image_root: str, mode: Mode) -> list[str] | None:
     """Return the names of the class folders in the folder of a split, or None if this folder does not exist. Raise
-    UsageError if it cannot be listed. If these names are passed to DataRoot.listed, the labels depend only on this
-    split and may differ from those of training."""
+    UsageError if the folder cannot be listed. If these names are passed to DataRoot.listed, the labels depend only on
+    this split and may differ from those of training."""
     folder = split_folder(image_root, mode)
     return class_folders(folder) if os.path.isdir(folder) else None
 

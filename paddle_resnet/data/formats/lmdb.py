@@ -1,7 +1,7 @@
 """Caffe LMDBs: the folders IMAGE_ROOT/train_lmdb and val_lmdb, also NAME_train_lmdb or train.lmdb ..., with encoded
 images. LMDBs are read, but not written.
 
-DALI reads an LMDB through a memory map, so truncating it during a run kills the process.
+DALI reads an LMDB through a memory map, so truncating the LMDB during a run kills the process.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ CAN_SKIP = False  # DALI's reader cannot omit records
 
 
 def detect(image_root: str, mode: Mode) -> list[str]:
-    """Return the paths of a split's LMDB, one folder."""
+    """Return [path of the folder of a split's LMDB], or [] if the split has none."""
     return split_names.find(image_root, mode, NAMES, lambda path: os.path.isdir(path) or path.endswith("_lmdb"))
 
 
@@ -70,7 +70,8 @@ def read(
 
 
 def verify(image: Image) -> tuple[bytes, int]:
-    """Return (image file, stored label) of a record. Raise UsageError if it is not an encoded image with a label."""
+    """Return (image file, stored label) of a record. Raise UsageError if the record is not an encoded image with a
+    label, or the LMDB is damaged."""
     return _read_record(image.path, image.place)
 
 
@@ -127,7 +128,7 @@ def _transaction(folder):
 def _environment(folder):
     import lmdb
 
-    # Cached, because a process must not open an LMDB twice.
+    # The environment is cached, because a process must not open an LMDB twice.
     environment = lmdb.open(folder, readonly=True, lock=False)
     # LMDB and DALI map the file into memory, so reading beyond its end would kill the process.
     size = os.path.getsize(os.path.join(folder, "data.mdb"))

@@ -22,8 +22,8 @@ DAMAGED = (ValueError, struct.error)  # exceptions for a damaged file
 MAGIC = 0xCED7230A
 # Fields: number of labels after the header, the label if this number is 0, two numbers that identify the image.
 HEAD = struct.Struct("<IfQQ")
-# Maximum number of records per file whose headers are compared with the index, if its keys are 0 to n-1. Otherwise, all
-# headers are compared.
+# Maximum number of records per file whose headers are compared with the index, if its keys are 0 to n-1. If the keys of
+# an index have gaps, the headers of all records are compared, because a record may be missing in the index.
 CHECKED_RECORDS = 256
 
 
@@ -102,7 +102,8 @@ def _to_integer(number):
 
 
 def verify(image: Image) -> tuple[bytes, int | float]:
-    """Return (image file, stored label) of a record. Raise UsageError if it is damaged or has several labels."""
+    """Return (image file, stored label) of a record. Raise UsageError if the record is damaged or has several
+    labels."""
     with open_regular(image.path) as f:
         return _read_record(f, image.place[0])
 
@@ -123,7 +124,7 @@ def read_content(path: str, offset: int) -> bytes:
 
 
 def read_labels(f: BinaryIO, offset: int) -> tuple[float, ...]:
-    """Return all labels of the record at an offset of an open file. Raise UsageError if it is damaged."""
+    """Return all labels of the record at an offset of an open file. Raise UsageError if the record is damaged."""
     f.seek(offset)
     try:
         return content(f)[0]
@@ -262,8 +263,8 @@ class Writer:
 def encode(payload: bytes) -> bytes:
     """Encode a RecordIO record: magic number, flag and length, payload, padding to a multiple of 4 bytes.
 
-    If the payload contains the magic number at an offset that is a multiple of 4 bytes, the record is split there.
-    Otherwise, a reader that scans for the magic number would detect the start of a record inside the payload.
+    If the payload contains the magic number at an offset that is a multiple of 4 bytes, the record is split there,
+    because a reader that scans for the magic number would detect the start of a record inside the payload.
 
     Args:
         payload: content of the record, fewer than 2**29 bytes.

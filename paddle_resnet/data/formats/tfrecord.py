@@ -112,7 +112,8 @@ def read(
 
 
 def verify(image: Image) -> tuple[bytes, int]:
-    """Return (image file, stored label) of a record. Raise UsageError if it is damaged or lacks image or label."""
+    """Return (image file, stored label) of a record. Raise UsageError if the record is damaged, or is not an image with
+    one label."""
     offset, size, *_ = image.place
     with open_regular(image.path) as f:
         return _read_record(f, offset, size)
@@ -158,7 +159,7 @@ def _read_example(shard, offset, example):
 
 
 def example_features(example: bytes) -> Any:
-    """Return {name: tf.train.Feature} of a serialized tf.train.Example. Raise ValueError if it is damaged."""
+    """Return {name: tf.train.Feature} of a serialized tf.train.Example. Raise ValueError if the Example is damaged."""
     from google.protobuf.message import DecodeError
     from tfrecord import example_pb2
 

@@ -121,8 +121,8 @@ def _remedy(path, extensions):
     if "cls" not in extensions and not {"json", "txt"}.isdisjoint(extensions):
         return f"run {sniffer.import_command(os.path.dirname(path))}"
     return (
-        "write the shard again with the files of each sample next to each other, and without samples that lack one of "
-        "the two"
+        "write the shard again with the files of each sample next to each other, and without samples that lack an "
+        "image or a label"
     )
 
 
@@ -206,7 +206,7 @@ def _check_numbers(image_root, mode, found):
     # The shard numbers of a data set have the same format, such as %06d. The shortest number has the width of this
     # format; with %d, larger numbers are longer.
     width = min(len(shard["number"]) for shard in found)
-    first_of = {}  # {whether the number has this format: name of the first shard}
+    first_of = {}  # {whether the number has the common format: name of the first shard}
     for shard in found:
         has_format = shard["number"] == f"{int(shard['number']):0{width}d}"
         first_of.setdefault(has_format, shard[0])

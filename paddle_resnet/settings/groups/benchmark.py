@@ -8,7 +8,8 @@ from paddle_resnet.utils import numbers
 
 
 def _steps(text):
-    """Parse A:B, A,B (from a YAML list), or "None" to override a value in the configuration file."""
+    """Return [A, B] for the text A:B, or A,B (from a YAML list). Return None for the text "None", which overrides a
+    value in the configuration file."""
     if text == "None":
         return None
     parts = text.replace(",", ":").split(":")

@@ -54,8 +54,8 @@ class Settings:
     )
     label_offset: int | str = flag(
         numbers.AUTO,
-        "first label in file lists and records, which is subtracted from all labels; auto: 1 if the labels in "
-        "TFRecords are 1 to the number of classes, otherwise 0",
+        "first label in file lists and records, which is subtracted from all labels; auto: in TFRecords, 1 if the "
+        "labels are 1 to the number of classes; in file lists, the first number in label_list.txt; otherwise 0",
         topic="data",
         parse=numbers.label_offset,
         metavar="{auto,N}",

@@ -68,7 +68,7 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict if the kernels do not support the layout."""
+    """Yield a Conflict if --kernels is native and --data-layout is not NHWC."""
     if settings.kernels == "native" and settings.data_layout != "NHWC":
         yield Conflict(
             "--kernels native: supports NHWC only; use --data-layout NHWC or --kernels paddle",

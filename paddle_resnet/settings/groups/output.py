@@ -35,7 +35,8 @@ class Settings:
     )
     predictions: str | None = flag(
         None,
-        "CSV file for the five most probable classes of each validation image in the best evaluation of the run",
+        "CSV file for the five most probable classes (with --multi-label, the probabilities of all classes) of each "
+        "validation image in the best evaluation of the run",
         topic="logs",
         kind="output",
         parse=numbers.or_none(files.argument),

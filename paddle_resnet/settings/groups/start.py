@@ -135,7 +135,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         )
     if settings.resume and settings.overwrite:
         yield Conflict(
-            "--resume: continues the run that --overwrite deletes; remove one of them",
+            "--resume: continues the run that --overwrite deletes; remove --resume or --overwrite",
             ("resume", "overwrite"),
             ("resume", "overwrite"),
         )

@@ -1,7 +1,8 @@
 """`python -m paddle_resnet.dataset import`: list data sets in layouts that training cannot read, for convert.write.
 
-Each module in KINDS reads one kind of source. Its function `read` takes the source and Options, and returns ({split:
-[Image]}, class names in label order or None if the classes have only numbers). The other modules are shared.
+Each module in KINDS reads one kind of source with its function `read`, which takes the source and Options, and returns
+({split: [Image]}, class names in label order or None if the classes have only numbers). Several kinds share the modules
+that are not in KINDS.
 """
 
 import hashlib
@@ -44,8 +45,8 @@ _USED = {
 }
 # {ending of a file that is a source by itself: kind}
 _FILES = dict.fromkeys((*sniffer.TABLE_SUFFIXES, ".txt"), "table") | {".parquet": "parquet", ".npz": "array"}
-# Kinds of images (Image.kind) in compressed blocks. The first element of their place is the number of the block
-# in the file.
+# Kinds of images (Image.kind) in compressed blocks. In these images, the first element of Image.place is the number of
+# the block in the file.
 _IN_BLOCKS = (parquet_files.read_image, tfrecords.read_compressed)
 WINDOW_BYTES = 1 << 28  # minimum total size (compressed) of the blocks whose images are mixed at random
 SEED = 0  # seed of the random selection of images for val/
@@ -59,12 +60,12 @@ def read(
     Args:
         source: folder, or a file with one of the endings in _FILES.
         kind: a key of KINDS, or None to detect the kind.
-        options: Options.
+        options: Options of the import.
     Returns:
         (kind, {split: [Image]}, class names in label order or None)
     Raises:
         UsageError: the source does not exist, its kind is unknown or does not use an option, all its training images
-            belong to one class, or it is damaged, incomplete or contradicts itself.
+            belong to one class, or the source is damaged, incomplete or contradicts itself.
     """
     options = options or Options()
     if not os.path.exists(source):

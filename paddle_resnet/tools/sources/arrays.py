@@ -2,7 +2,7 @@
 of MedMNIST and Keras.
 
 The images are stored as PNG files, which preserve all pixels. Each format has a function that returns the images and
-labels of a file. A process keeps the arrays of the last eight splits that it has read in memory.
+labels of a file. Each process keeps in memory the arrays of the last eight splits that it has read.
 """
 
 import functools
@@ -28,7 +28,7 @@ from paddle_resnet.utils.files import open_regular
 LIMIT = 1 << 30  # maximum size in bytes of a file or array that each process reads as a whole
 _DEPTH = 2  # maximum number of folders between the source and its files
 _CIFAR_SHAPE, _STL10_SHAPE = (3, 32, 32), (3, 96, 96)
-# The only names that a pickle of CIFAR may refer to. They build arrays, and cannot run other code.
+# The only names that a pickle of CIFAR may refer to, because these names build arrays and cannot run other code.
 _PICKLED = {
     *(("numpy", name) for name in ("ndarray", "dtype")),
     *((module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")),
@@ -58,7 +58,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         entries += [(part, i, label) for i, label in enumerate(labels.tolist())]
     names = _names(os.path.dirname(parts[0].path), options.label_column)
     labels = [label for *_, label in entries]
-    if format == "stl10":  # from 1
+    if format == "stl10":  # the labels of STL-10 start at 1
         labels = [label - 1 for label in labels]
     numbers, names = splits.numbered(source, labels, names, lambda i: f"{entries[i][0].path}: image {entries[i][1]}")
     found = {}
@@ -96,7 +96,7 @@ class _Part:
 
 
 def _parts(source):
-    """Return (format, [_Part]) of the arrays in a folder. Raise UsageError if there are none or several data sets."""
+    """Return (format, [_Part]) of the arrays in a folder. Raise UsageError unless the folder contains one data set."""
     if os.path.isfile(source):
         return "npz", [_Part(source, split) for split in _npz_splits(source)]
     found = {}
@@ -112,7 +112,9 @@ def _parts(source):
     npz = [path for path in paths if path.endswith(".npz")]
     if len(found) > 1 or len(npz) > 1:
         remedy = (
-            f"import one of them, such as {npz[0]}" if npz else "move the files of each data set to a folder of its own"
+            f"import one data set, such as {npz[0]}"
+            if npz
+            else "move the files of each data set to a folder of its own"
         )
         shown = ", ".join(os.path.relpath(path, source) for path in paths[:5])
         raise UsageError(f"{source}: contains several data sets ({shown}); {remedy}")
@@ -129,7 +131,8 @@ def _parts(source):
 
 
 def _files(root, folder, depth):
-    """Yield (folder relative to root, name) of each file. A file comes after its compressed form, NAME.gz."""
+    """Yield (folder relative to root, name) of each file. A file comes after its compressed form, NAME.gz, so that the
+    caller uses the uncompressed file."""
     entries = sorted(os.scandir(os.path.join(root, folder)), key=lambda e: (not e.name.endswith(".gz"), e.name))
     for entry in entries:
         if entry.is_file():

@@ -19,7 +19,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
     Args:
         source: folder with an LMDB for each split.
-        options: Options.
+        options: Options of the import.
     Returns:
         ({split: [Image]}, None, because an LMDB contains no class names)
     Raises:

@@ -1,8 +1,9 @@
 """Read ImageNet (ILSVRC2012) as it is downloaded, without unpacking archives.
 
 The training images are in ILSVRC2012_img_train.tar, which contains n01440764.tar and so on, in these inner archives, or
-in class folders. The validation images are in class folders, or in ILSVRC2012_img_val.tar or a folder without class
-folders; then, a separate file contains their labels. A label is the index of the class among the sorted WordNet ids.
+in class folders. The validation images are in class folders, in ILSVRC2012_img_val.tar, or in a folder without class
+folders. If validation images are not in class folders, a separate file contains their labels. A label is the index of
+the class among the sorted WordNet ids.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     Args:
         source: folder with the files of image-net.org, unpacked or not, or with those of Kaggle's
             imagenet-object-localization-challenge.
-        options: Options.
+        options: Options of the import.
     Returns:
         ({split: [Image]}, sorted WordNet ids)
     Raises:
@@ -88,7 +89,7 @@ def _check_counts(source, splits, classes, allow_partial):
     message = f"{source}: has {', '.join(problems)}"
     if not allow_partial:
         raise UsageError(f"{message}; add the missing files, or use --allow-partial to import a part of ImageNet")
-    logger.warn(f"{message}; only these are imported")
+    logger.warn(f"{message}; only these images are imported")
 
 
 def _data_folder(source):

@@ -16,7 +16,8 @@ def image(root: str, path: str, label: int) -> Image:
 
 
 def read_as_png(path: str) -> bytes:
-    """Return the first picture of a file as a PNG file. Raise UsageError if Pillow cannot read the file, or OSError."""
+    """Return the first picture of an image file as a PNG file. Raise UsageError if the file cannot be read or
+    decoded."""
     from PIL import Image as Picture
 
     with readable(path), open_regular(path) as f:

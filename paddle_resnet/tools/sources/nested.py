@@ -19,7 +19,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     Args:
         source: folder with a folder for each split, or with class folders.
         options: Options. With class_depth N, the first N folders between a split and an image are its class; with -N,
-            the last N. If it is None, all images must have the same number of folders.
+            the last N. If class_depth is None, all images must be nested in the same number of folders.
     Returns:
         ({split: [Image]}, class names in label order)
     Raises:
@@ -46,7 +46,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
             )
         logger.warn(
             f"{source}: {counted(len(others), 'image')} left out, because {next(iter(others))} is next to the splits "
-            "and in no class folder"
+            "and in no class folder; to import such images, move them to class folders"
         )
         parts_of = {path: parts for path, parts in parts_of.items() if path not in others}
         has_splits = True
@@ -69,7 +69,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     for path, parts in (entry for entries in found.values() for entry in entries):
         if len(parts) < abs(depth):
             raise UsageError(
-                f"{source}: {path} is in fewer than {counted(abs(depth), 'class folder')}; use a smaller --class-depth"
+                f"{source}: {path} is in fewer than {counted(abs(depth), 'class folder')}; use a --class-depth closer "
+                "to 0"
             )
     classes = {split: {_class(parts, depth) for _, parts in entries} for split, entries in found.items()}
     if unknown := sorted(set.union(*classes.values()) - classes["train"]):

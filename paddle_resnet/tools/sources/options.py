@@ -11,8 +11,8 @@ class Options:
 
     Attributes:
         allow_partial: whether missing images trigger a warning instead of an error.
-        val: fraction of each class that goes to val/ if the source has no validation images. If None, the fraction is
-            DEFAULT_VAL; ImageNet is not divided.
+        val: fraction of each class that goes to val/ if the source has no validation images. If `val` is None, the
+            fraction is DEFAULT_VAL, and ImageNet is not divided.
         image_column, label_column, split_column: names of columns in a table or Parquet file (the split: only in a
             table) or of features in a TFRecord, or None to detect them. For CIFAR-100, label_column is
             "coarse_labels" or "fine_labels" (default).

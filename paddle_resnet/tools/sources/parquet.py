@@ -17,7 +17,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
     Args:
         source: folder with the files of each split, or a single file.
-        options: Options.
+        options: Options of the import.
     Returns:
         ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:

@@ -22,7 +22,7 @@ def files(source: str, pattern: str, options: Options) -> dict[str, list[str]]:
     Args:
         source: folder, or a single file.
         pattern: regular expression for the names of the files; upper and lower case are equivalent.
-        options: Options.
+        options: Options of the import.
     Returns:
         {"train", "val" or "test": [path]} with sorted paths. Files without a split in their names or folders belong to
         "train". If there are validation files, "test" is left out.
@@ -41,12 +41,12 @@ def files(source: str, pattern: str, options: Options) -> dict[str, list[str]]:
             found[split].append(os.path.join(source, relative))
             sets[tuple(part for part in parts if split_of(part) is None)].append(relative)
     if not found:
-        raise UsageError(f"{source}: contains no files of this kind; use the folder that contains them")
+        raise UsageError(f"{source}: contains no files of the kind that --as sets; use the folder that contains them")
     if len(sets) > 1:
         shown = ", ".join(os.path.join(*parts) or "." for parts in [*sets][:5])
         folders = (os.path.join(source, *parts) for parts in sets if any(parts))
         example = next(filter(os.path.isdir, folders), None)  # train/SET/ and val/SET/ have no common folder
-        remedy = f"import one of them, such as {example}" if example else "move them to separate folders"
+        remedy = f"import one folder, such as {example}" if example else "move the data sets to separate folders"
         raise UsageError(f"{source}: the folders {shown} contain different data sets; {remedy}")
     for paths in found.values():
         _check_complete(paths, options.allow_partial)
@@ -105,7 +105,7 @@ def numbered(source, labels, names, place, from_one=False, flag=None):
         labels: [int or text] of all images.
         names: class names in label order, or None.
         place: function that returns where label number i is stored, for messages.
-        from_one: whether labels without names are renumbered from 0 if they are exactly 1 to their maximum.
+        from_one: whether labels without names are renumbered from 0 if the labels are exactly 1, 2, ..., N for an N.
         flag: flag that chooses different labels, for messages, or None.
     Returns:
         ([label as an int], class names or None)
@@ -118,9 +118,12 @@ def numbered(source, labels, names, place, from_one=False, flag=None):
         label_of = {name: label for label, name in enumerate(names)}
         for i, label in enumerate(labels):
             if not label.strip():
-                raise UsageError(f"{place(i)}: has no label; write it, or remove the image")
+                raise UsageError(f"{place(i)}: has no label; write the label, or remove the image")
             if label not in label_of:
-                raise UsageError(f"{place(i)}: label {label[:50]} is not one of {counted(len(names), 'class name')}")
+                raise UsageError(
+                    f"{place(i)}: label {label[:50]} is not one of {counted(len(names), 'class name')}; correct it, or "
+                    "remove the image"
+                )
         return [label_of[label] for label in labels], [*names]
     limit, what = (len(names), f"{len(names)} class names") if names else (len(labels), f"{len(labels)} images")
     low, high = (min(labels), max(labels)) if kinds == {int} else (0, 0)

@@ -62,8 +62,8 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
     Args:
         tables: paths of the tables.
         root: folder of the data set.
-        images: images of this folder, with which columns and delimiters are recognized.
-        options: Options.
+        images: images of `root`, with which columns and delimiters are recognized.
+        options: Options of the import.
     """
     rows = []
     for path in tables:
@@ -95,7 +95,7 @@ def _cells(path, delimiter=None):
         if not table.rows:
             raise UsageError(
                 f"{path}: {table.content}, not images with labels; write labels.csv with the columns "
-                "file_name and label, and import it"
+                "file_name and label, and import labels.csv"
             )
         yield path, table.header
         yield from ((f"{path}: record {i}", row) for i, row in enumerate(table.rows))
@@ -138,7 +138,9 @@ def _delimiter(path, lines, delimiter):
     if delimiter is None:
         return sniffer.delimiter(lines[0]) if lines else ","
     if len(delimiter) != 1:
-        raise UsageError(f"--delimiter {delimiter!a}: must be a single character to read {path}; use one such as ,")
+        raise UsageError(
+            f"--delimiter {delimiter!a}: not a single character, which is required for {path}; use, for example, ','"
+        )
     return delimiter
 
 
@@ -160,8 +162,8 @@ def _columns(path, folder, split, images, options):
             raise UsageError(f"{path}: the columns {shown} are all candidates for {flag}; set it to one of them")
         return candidates[0] if candidates else None
 
-    # The columns whose first value is an image, if possible with a known name. Several columns, such as id and path,
-    # may name the same image.
+    # The candidates for the column of images are the columns whose first value is an image, if possible with a known
+    # name. Several columns, such as id and path, may name the same image.
     at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
     first = {i: images.find(cells[0][1][i], folder, split) for i in range(len(header)) if cells}
     named = [i for i in at_images if first.get(i)]
@@ -273,8 +275,9 @@ def _list(path, folder, split, images, options):
 
 
 def _folder_labels(paths):
-    """Return the label of each path of a list: the name of its folder or, if folders at different places have the same
-    name, the folders below the ones that all share, without those of splits, joined by _."""
+    """Return the label of each path of a list: the name of its folder or, if folders with different paths have the same
+    name, the names of its folders, joined by _, without the leading folders that all paths share and without folders
+    of splits."""
     folders = [[part for part in path.split("/")[:-1] if part.lower() not in SPLIT_OF] for path in paths]
     if len({parts[-1] for parts in folders if parts}) == len({*map(tuple, folders)}):
         return [parts[-1] if parts else "" for parts in folders]

@@ -19,12 +19,12 @@ _BOTH = "trainval"  # in names of tables that contain the images of train and va
 
 
 def chosen(root: str, paths: list[str], read: Callable[[list[str]], list[Row]]) -> list[str]:
-    """Return one table without a split, or one for each split.
+    """Return the paths of the tables to import: one table without a split, or one table per split.
 
-    If a split has several tables, those whose names contain a larger number than the others (train2.txt, next to
+    If a split has several tables, the tables whose names contain a larger number than the others (train2.txt, next to
     train1.txt) are left out, and so are tables of other images than those of the training table. If all sets list the
-    same images, and the labels of one set determine those of the others, such as species and families, this set is
-    chosen.
+    same images, and the labels of one set determine the labels of all other sets, as species determine families, the
+    set with these labels is chosen.
 
     Args:
         root: folder of the data set.
@@ -72,14 +72,14 @@ def _split(root, path):
 
 
 def _without_both(paths):
-    """Return the tables of a set without that of trainval, if the tables of both splits are there."""
+    """Return the tables of a set, without the table of trainval if the set contains the tables of train and val."""
     both = [path for path in paths if re.search(_BOTH, os.path.basename(path), re.IGNORECASE)]
     splits = {split_of(os.path.basename(path)) for path in paths if path not in both}
     return [path for path in paths if path not in both] if {"train", "val"} <= splits else paths
 
 
 def _first_numbers(root, sets):
-    """Return the sets without those that differ from another set only by a larger number."""
+    """Return the sets, without the sets whose names differ from the name of another set only by a larger number."""
     numbered = defaultdict(list)
     for key in sets:
         numbered[re.sub(r"\d+", "#", key)].append(([*map(int, re.findall(r"\d+", key))], key))
@@ -107,7 +107,8 @@ def _labels(rows):
 
 
 def _of_training_images(root, sets, rows):
-    """If one set has a table named like the training split, return the sets without those of other images."""
+    """Return the sets; if exactly one set has a table named like the training split, omit the sets that contain none of
+    its images."""
     trained = [key for key, paths in sets.items() if any(split_of(os.path.relpath(p, root)) == "train" for p in paths)]
     if len(trained) != 1:
         return sets
@@ -120,7 +121,8 @@ def _of_training_images(root, sets, rows):
 
 
 def _finest(root, sets, rows):
-    """Return the set whose labels determine the labels of all others, or None. Log a warning about the others."""
+    """Return the set whose labels determine the labels of all other sets, or None. If there is such a set, log a
+    warning that names the other sets."""
     labels = {key: _labels(rows[key]) for key in sets}
     finest = max(labels, key=lambda key: len({*labels[key].values()}))
     for other in labels.values():

@@ -2,7 +2,7 @@
 
 table_files.py and official.py read the rows. This module finds the image of each row, and numbers the classes. Labels
 that are numbers remain unchanged, unless a file with class names contains the names of labels 1 to N. Text labels are
-numbered in the order of this file or, without it, in sorted order.
+numbered in the order of the file with class names or, without such a file, in sorted order.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
     Args:
         source: the table, or the folder that contains tables and images.
-        options: Options.
+        options: Options of the import.
     Returns:
         ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
@@ -69,7 +69,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
 def _names_of(root, rows, tables):
     """Return the result of classes.label_names for the first folder with a file of class names: the root or a folder of
-    the tables. JSON and .mat files count only if they contain the names of all labels."""
+    the tables. A JSON or .mat file is used only if it contains the names of all labels."""
     folders = [*dict.fromkeys([os.path.normpath(root), *map(os.path.dirname, sorted(tables))])]
     for folder in folders:
         if names := label_names(folder, tables):
@@ -100,8 +100,8 @@ def _check_validation(source, splits, names):
 
 
 def _chosen(source, rows):
-    """Return the rows of the training and validation splits. Without validation images, those of the test split take
-    their place."""
+    """Return the rows of the training and validation splits. If there are no validation images, the rows of the test
+    split become those of the validation split; otherwise, the test split is left out."""
     counts = {split: sum(row.split == split for row in rows) for split in (None, *SPLITS)}
     rename = {None: "train", "train": "train", "val": "val", "test": None if counts["val"] else "val"}
     if counts["test"]:
@@ -118,7 +118,7 @@ def _found(root, rows, images, allow_partial):
     for row in rows:
         found = images.find(row.image, row.folder, row.split)
         if len(found) > 1:
-            raise UsageError(f"{row.place}: {row.image} matches {' and '.join(found[:5])}; write the path of one")
+            raise UsageError(f"{row.place}: {row.image} matches {' and '.join(found[:5])}; write the path of one image")
         if not found:
             missing.append(row)
             paths.append(None)
@@ -136,7 +136,9 @@ def _found(root, rows, images, allow_partial):
                 remedy += ", or, if images have several classes, train with --multi-label (docs/multilabel.md)"
             raise UsageError(f"{row.place}: {row.image} is also in {place}; {remedy}")
         if not place_of and ELSEWHERE.match(row.image) and not os.path.exists(row.image):
-            logger.warn(f"{row.place}: {row.image} does not exist; {path} in {root}, the longest end of it, is used")
+            logger.warn(
+                f"{row.place}: {row.image} does not exist, so {path} in {root} is used; check that it is the same image"
+            )
         place_of[path] = row.place, row.label
         paths.append(path)
     if missing:
@@ -158,9 +160,9 @@ def _numbered(source, rows, names):
         UsageError: a row has no label or several labels, or its label is not a class.
     """
     for row in rows:
-        if not row.label or row.label.lower() == "nan":  # pandas
-            raise UsageError(f"{row.place}: has no label; write it, or remove the line")
-        # Several numbers, or a list or an object in JSON or Python.
+        if not row.label or row.label.lower() == "nan":  # pandas writes nan for a missing value
+            raise UsageError(f"{row.place}: has no label; write the label, or remove the line")
+        # The cell contains several numbers, or a list or an object in JSON or Python.
         if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+|\[.*\]|\{.*\}", row.label):
             raise UsageError(
                 f"{row.place}: has several labels ({row.label[:50]}); the import writes one label per image, so "
@@ -194,7 +196,8 @@ def _numbered(source, rows, names):
 
 
 def _check_several(rows):
-    """Raise UsageError if a label consists of several others. Log a warning if labels differ only in case."""
+    """Raise UsageError if a label consists of several other labels, separated by a comma, a semicolon or a vertical
+    bar. Log a warning if labels differ only in case."""
     all_labels = {row.label for row in rows}
     for row in rows:
         for delimiter in ",;|":
@@ -208,7 +211,10 @@ def _check_several(rows):
     for label in sorted(all_labels):
         other = first.setdefault(label.casefold(), label)
         if other != label:
-            logger.warn(f"the labels {other} and {label} differ only in case, and are different classes")
+            logger.warn(
+                f"the labels {other} and {label} differ only in case, but are different classes; if they are one "
+                "class, use one spelling"
+            )
             return
 
 
@@ -241,15 +247,15 @@ def _rows_of_folder(root, images, options):
     tables = _tables(root, images, options)
     if not tables:
         raise UsageError(
-            f"{root}: contains no table with the columns of images and labels; choose them with --image-column and "
-            "--label-column"
+            f"{root}: contains no table with columns of images and labels; set --image-column and --label-column to "
+            "the names of these columns"
         )
     return table_files.read(tables, root, images, options), None
 
 
 def _tables(root, images, options):
     """Return the paths of the tables in a folder: one table without a split, or one for each split; [] if there are
-    none. Raise UsageError if several tables of a split contradict each other."""
+    none. Raise UsageError if table_sets.chosen cannot choose between several tables of a split."""
     folders = [
         "",
         *(name for name in sorted(os.listdir(root)) if split_of(name) and os.path.isdir(os.path.join(root, name))),
@@ -280,7 +286,7 @@ def _tables(root, images, options):
 
 
 def _with_other_splits(path, images, options):
-    """Return the path of a table, and those of the tables of the other splits next to it."""
+    """Return the path of a table, and the paths of the usable tables of other splits in its folder."""
     others = table_sets.other_splits(path)
     usable = [
         other
@@ -289,7 +295,7 @@ def _with_other_splits(path, images, options):
         or any(is_list(other, images) for is_list in (_is_path_list, _is_list))
     ]
     if usable:
-        logger.info(f"{path}: {', '.join(map(os.path.basename, usable))} next to it contains the other splits")
+        logger.info(f"{path}: other splits are read from {', '.join(map(os.path.basename, usable))} in its folder")
     return [path, *usable]
 
 

@@ -136,7 +136,8 @@ def _value(place, content, column):
 
 
 def _check_captions(source, flat):
-    """Raise UsageError if most texts in KEY.txt are different, because they are captions then."""
+    """Raise UsageError if more than half of the texts in KEY.txt are different, because such texts are captions of the
+    images, not labels."""
     texts = [label for *_, kind, label in flat if kind == "txt"]
     if len({*texts}) > max(1, len(texts) // 2):
         raise UsageError(

@@ -80,7 +80,7 @@ def read_compressed(path: str, block: int, offset: int, size: int) -> bytes:
     """Read an image in a file that is compressed with gzip.
 
     Args:
-        path: the file.
+        path: path of the file.
         block: 0, because the process decompresses the file as a whole.
         offset, size: position and size of the image in the decompressed file, in bytes.
     Raises:
@@ -130,7 +130,7 @@ def _features(path, start, payload):
     try:
         features = tfrecord.example_features(payload)
     except ValueError as e:
-        raise UsageError(f"{path}: the record at byte {start} is {e}; use a file of examples") from e
+        raise UsageError(f"{path}: the record at byte {start} is {e}; write the file again with Examples") from e
     found = {}
     for name, feature in features.items():
         kind = feature.WhichOneof("kind")

@@ -214,7 +214,7 @@ def test_single_npz_file(tmp_path, capsys):
     (tmp_path / "pathmnist.npz").rename(tmp_path / "a.npz")
     medmnist(("train",))(tmp_path)
     message = error_of_import(tmp_path, capsys)
-    assert "contains several data sets (a.npz, pathmnist.npz); import one of them, such as" in message
+    assert "contains several data sets (a.npz, pathmnist.npz); import one data set, such as" in message
     assert {split: len(images) for split, images in sources.read(tmp_path / "a.npz")[1].items()} == COUNTS
     assert dataset.main(["import", str(tmp_path / "a.npz"), "--list"]) == 0
     assert "a.npz: imported as array" in capsys.readouterr().out

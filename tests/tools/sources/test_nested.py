@@ -84,7 +84,7 @@ BAD = {
     "too deep": (
         lambda split, k: f"{split}/{FOLDERS[k]}",
         ("--class-depth", "2"),
-        "train/tool/0.jpg is in fewer than 2 class folders; use a smaller --class-depth",
+        "train/tool/0.jpg is in fewer than 2 class folders; use a --class-depth closer to 0",
     ),
     "other images": (
         lambda split, k: f"{split}/{'ab'[k // 2]}/{k}" if k else "samples/x",

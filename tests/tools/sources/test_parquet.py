@@ -205,7 +205,7 @@ BAD = {
     "wrong offsets": (wrong_offsets, "data-00001-of-00002.arrow: damaged, or not readable ("),
     "missing": (missing, "data: 1 of 2 files are missing (train-00001-of-00002.parquet); download them"),
     "other classes": (of_other_classes, "train-00001-of-00002.parquet: contains different class names than"),
-    "two data sets": (two_sets, "the folders large, small contain different data sets; import one of them, such as"),
+    "two data sets": (two_sets, "the folders large, small contain different data sets; import one folder, such as"),
     "label missing": (unlabeled, "train-00001-of-00002.parquet: row 2 of group 0: label None is not a class"),
     "label out of range": (
         lambda root: hub(root, label=lambda k: k + 2),

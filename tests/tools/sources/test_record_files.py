@@ -187,7 +187,7 @@ BAD = {
     ),
     "key is missing": (
         changed(lambda found: found["annotations"][0].pop("image_id")),
-        "labels.json: images, annotations and categories are not as in COCO (KeyError: 'image_id'); correct it",
+        "labels.json: images, annotations and categories are not as in COCO (KeyError: 'image_id'); correct the file",
     ),
     "several classes": (changed(several), "if images have several classes, train with --multi-label"),
     "image without label": (changed(lambda found: found["annotations"].pop()), "labels.json: record 19: has no label"),

@@ -44,14 +44,20 @@ def test_missing_files_are_named(tmp_path, capsys):
 
 
 def test_several_data_sets(tmp_path):
-    with pytest.raises(UsageError, match=f"folders a, b contain different data sets; import one of .* {tmp_path}/x/a$"):
+    with pytest.raises(
+        UsageError, match=f"folders a, b contain different data sets; import one folder, such as {tmp_path}/x/a$"
+    ):
         files(tmp_path / "x", ["a/train.x", "b/train.x"])
-    with pytest.raises(UsageError, match="folders a, b contain different data sets; move them to separate folders$"):
+    with pytest.raises(
+        UsageError, match="folders a, b contain different data sets; move the data sets to separate folders$"
+    ):
         files(tmp_path / "y", ["train/a/0.x", "train/b/0.x"])
 
 
 def test_no_files(tmp_path):
-    with pytest.raises(UsageError, match=f"^{tmp_path}: contains no files of this kind; use the folder that contains"):
+    with pytest.raises(
+        UsageError, match=f"^{tmp_path}: contains no files of the kind that --as sets; use the folder that contains"
+    ):
         files(tmp_path, ["a.y"])
 
 

@@ -52,5 +52,7 @@ def test_values_of_json_lines_become_text(tmp_path):
 @pytest.mark.parametrize("delimiter", ["ab", ""])
 def test_delimiter_of_several_characters_is_rejected(tmp_path, delimiter):
     put(tmp_path / "a.csv", "id,label\n")
-    with pytest.raises(UsageError, match=f"--delimiter '{delimiter}': must be a single character to read .*a.csv;"):
+    with pytest.raises(
+        UsageError, match=f"--delimiter '{delimiter}': not a single character, which is required for .*a.csv;"
+    ):
         [*table_files._cells(str(tmp_path / "a.csv"), delimiter)]

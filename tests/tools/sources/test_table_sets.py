@@ -89,7 +89,7 @@ def test_tables_that_are_left_out_are_logged(tmp_path, capsys):
 def test_list_of_one_kind_of_classes_is_imported_with_its_other_splits(tmp_path, capsys):
     aircraft(tmp_path)
     _, splits, classes = sources.read(tmp_path / "data/images_family_train.txt")
-    assert "images_family_val.txt next to it contains the other splits" in capsys.readouterr().out
+    assert "other splits are read from images_family_val.txt in its folder" in capsys.readouterr().out
     assert classes == ["707", "A300", "DC"]
     assert tuple(len(splits[split]) for split in SPLITS) == GIVEN
     read = [(color_of(read_image(image)[0]), image.label) for images in splits.values() for image in images]

@@ -385,10 +385,10 @@ BAD = {
     "fraction": (table("id,label\nt0a,0.0\nt0b,0.5\n"), "line 3: label 0.5 is not a class"),
     "empty label": (table("id,label\nt0a,0\nt0b,\n"), "line 3: has no label"),
     "several labels": (table('id,label\nt0a,0\nt0b,"1 2"\n'), "line 3: has several labels (1 2)"),
-    "NaN": (table("id,label\nt0a,0\nt0b,NaN\n"), "line 3: has no label; write it"),
+    "NaN": (table("id,label\nt0a,0\nt0b,NaN\n"), "line 3: has no label; write the label"),
     "null in JSON": (
         table('{"file_name": "t0a", "label": 0}\n{"file_name": "t0b", "label": null}\n', "metadata.jsonl"),
-        "line 2: has no label; write it",
+        "line 2: has no label; write the label",
     ),
     "several labels as text": (
         table("id,label\nt0a,a\nt0b,b\nt0c,a|b\n"),

@@ -48,7 +48,7 @@ BAD_SHARDS = {
     ),
     "same file twice": (shard(A, A), "train-000000.tar: sample a has several .jpg files; keep one of them"),
     "no label": (shard(A), "sample a: has no label (jpg); add a file a.cls, a.json or a.txt"),
-    "empty label": (shard(A, ("a.cls", b" ")), "sample a: has no label; write it, or remove the image"),
+    "empty label": (shard(A, ("a.cls", b" ")), "sample a: has no label; write the label, or remove the image"),
     "several labels": (shard(A, ("a.json", b'{"label": [0, 1]}')), "sample a: label is [0, 1], not one label"),
     "damaged JSON": (shard(A, ("a.json", b"{")), "sample a: its .json file is damaged"),
     "no known key": (shard(A, ("a.json", b'{"x": 0}')), "no key is recognized for --label-column; set it to one of x"),

@@ -199,11 +199,11 @@ BAD = {
     ),
     "two data sets": (
         lambda root: [write(root / f"{size}/train/0.tfrec", kaggle, 2) for size in ("192", "224")],
-        "the folders 192, 224 contain different data sets; import one of them, such as",
+        "the folders 192, 224 contain different data sets; import one folder, such as",
     ),
     "not an example": (
         lambda root: put(root / "train0.tfrec", b"\3" + bytes(7) + record_checksums()),
-        "train0.tfrec: the record at byte 0 is not a tf.train.Example; use a file of examples",
+        "train0.tfrec: the record at byte 0 is not a tf.train.Example; write the file again",
     ),
 }
 

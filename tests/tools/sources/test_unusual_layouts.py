@@ -99,7 +99,7 @@ def test_label_may_be_the_last_of_several_folders(tmp_path, capsys):
         assert (warning in capsys.readouterr().err) == (depth is None)
         images = [image for of_split in splits.values() for image in of_split]
         assert all(color_of(read_image(image)[0]) == image.label % 4 for image in images)
-    assert "use a smaller --class-depth" in error_of_import(tmp_path / "x", capsys, "--class-depth", "-9")
+    assert "use a --class-depth closer to 0" in error_of_import(tmp_path / "x", capsys, "--class-depth", "-9")
 
 
 def test_lists_of_paths_in_class_folders(tmp_path):
@@ -123,7 +123,7 @@ def test_labels_in_json_are_named(tmp_path, path, text):
     (tmp_path / "x/labels.csv").unlink()
     put(tmp_path / "x" / path, json.dumps(text))
     message = error_of_training(tmp_path / "x")
-    remedy = "write labels.csv with the columns file_name and label to this folder, and import it"
+    remedy = "write labels.csv with the columns file_name and label to this folder, and import the folder"
     assert f"it contains {path}: JSON files, which may contain the labels; {remedy}" in message
     put(tmp_path / "x/labels.csv", labels)  # obey the message
     sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
