@@ -49,7 +49,8 @@ _OF_RUN = (
 def _found(settings: values.Settings, sources: Iterable[Any]) -> Iterator[Conflict]:
     for source in sources:
         if isinstance(source, type):
-            yield from settings.part(source).conflicts()
+            part: Any = settings.part(source)
+            yield from part.conflicts()
         elif callable(source):
             yield from source(settings)
         else:

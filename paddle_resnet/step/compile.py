@@ -85,7 +85,7 @@ class PirStep:
         self.trace: trace.Trace | None = None
         self.accumulating: CompiledStep | PirStep | None = None
 
-    def step(self, exe: static.Executor, variables: Sequence[static.Variable]) -> Callable:
+    def step(self, exe: Any, variables: Sequence[static.Variable]) -> Callable:
         """Return a function with the arguments of Executor.run that runs a step and fetches `variables`. The next step
         would overwrite the tensors that the Executor returns, so the function returns copies."""
         run = functools.partial(exe.run, self._program, fetch_list=[*map(self._variable_of, variables)])
