@@ -524,9 +524,7 @@ def _run_duplicates(args: argparse.Namespace):
     for name, problem in [*report.unreadable.items()][: duplicates.SHOWN]:
         logger.write_line(printable(f"{name} {problem}"), sys.stderr)
     if (more := len(report.unreadable) - duplicates.SHOWN) > 0:
-        logger.write_line(
-            f"{counted(more, 'more image')} cannot be compared; run `dataset verify` to list them", sys.stderr
-        )
+        logger.write_line(f"{counted(more, 'more image')} cannot be compared", sys.stderr)
     if args.csv == "-":
         duplicates.write_csv(report, sys.stdout)
     elif args.json:

@@ -73,7 +73,7 @@ def _nvidia_gpus():
 
 def _gpu_rows(gpus, facts):
     if not gpus:
-        yield Row("driver", "nvidia-smi reports no GPU, so the tests use the CPU")
+        yield Row("driver", "no GPU found with nvidia-smi, so the tests use the CPU")
         return
     yield Row("driver", gpus[0][2])
     for index, (name, memory, _) in enumerate(gpus):
@@ -190,7 +190,7 @@ def _kernel_cache(native):
     except (OSError, native.Unavailable) as e:
         return ("kernel cache", str(e), "note", "set XDG_CACHE_HOME to a writable folder")
     count = sum(1 for pattern in ("*.so", "*.cubin") for _ in folder.glob(pattern))
-    return ("kernel cache", f"{folder}, {count} files", "ok")
+    return ("kernel cache", f"{folder}, {counted(count, 'file')}", "ok")
 
 
 def _compiler():

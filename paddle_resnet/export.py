@@ -164,6 +164,7 @@ def export(
     read += [("the data set", root) for root in (verify, calibration and calibration.image_root) if root]
     outputs.claim(folders={"OUT": output}, protected=read)
     network = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, precision=precision)
+    int8_flag = "--int8" if int8 else "--onnx for a checkpoint trained with --qat"
     if onnx and network.args.qat:
         int8 = int8 or "onnxruntime"
     if safetensors and network.args.qat:
@@ -172,8 +173,7 @@ def export(
             "--safetensors"
         )
     if int8 and precision == "float16":
-        cause = "--onnx for a checkpoint trained with --qat" if network.args.qat else "--int8"
-        raise UsageError(f"--precision float16: not supported with {cause}; remove one of the flags")
+        raise UsageError(f"--precision float16: not supported with {int8_flag}; remove one of the flags")
     if int8 and network.args.qat and calibration:
         raise UsageError(
             f"--calibrate {calibration.image_root}: {checkpoint} already has activation ranges from --qat; remove "
@@ -532,7 +532,9 @@ def _obstacle(network, images):
     if arguments.get("device") != "cpu":
         return "the run did not evaluate on a CPU, and GPUs round differently"
     if recorded.get("not_finite"):  # the recorded mean covers only finite losses
-        return f"{recorded['not_finite']} losses were not finite"
+        return f"the recorded loss excludes {recorded['not_finite']} of the images, whose losses were not finite"
+    if "images" not in recorded:
+        return "the checkpoint does not contain the number of evaluated images"
     if recorded.get("images") != images:
         return f"the run evaluated {recorded.get('images')} images, and IMAGE_ROOT has {images}"
     # In a network that simulates quantization, a sum that is rounded differently can change an activation by one level.

@@ -446,7 +446,7 @@ def _warn_of_bn_momentum(options, training):
     origin = " (value of the network)" if options.bn_momentum is None else ""
     logger.warn(
         f"--bn-momentum {momentum:g}{origin}: too high for {counted(batches, 'training batch', 'training batches')}, "
-        f"because the initial BN statistics keep a weight of {momentum**batches:.0%} until the last evaluation; use "
+        f"because the initial BN statistics keep a weight of {momentum**batches:.0%} until the end of the run; use "
         f"--bn-momentum {fitting:g}"
     )
 

@@ -317,7 +317,7 @@ def test_run_too_short_for_bn_momentum_warns_with_a_value_that_fits(one_block, r
     [warning] = warnings("--accumulate-steps", "3")
     assert warning == (
         "warning: --bn-momentum 0.9 (value of the network): too high for 3 training batches, because the initial BN "
-        "statistics keep a weight of 73% until the last evaluation; use --bn-momentum 0.36"
+        "statistics keep a weight of 73% until the end of the run; use --bn-momentum 0.36"
     )
     assert not warnings("--resume", "--epochs", "2")
     shutil.rmtree(tmp_path / "output")

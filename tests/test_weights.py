@@ -217,7 +217,7 @@ def test_invalid_command_is_an_error(file, tmp_path, capsys):
     assert message.startswith("--arch Nothing: unknown network; use one of")
     assert "FILE.py" not in message
     assert error(capsys, "none", *out, "--arch", "Small") == (
-        "none: cannot be read (No such file or directory); use an existing file, or one of efficientnet-lite0, "
+        "none: cannot be read (No such file or directory); use a readable file, or one of efficientnet-lite0, "
         "efficientnet-lite1, efficientnet-lite2"
     )
     assert error(capsys, file, "--output", tmp_path, "--arch", "Small") == (

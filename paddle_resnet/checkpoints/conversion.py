@@ -115,7 +115,7 @@ def _find(file):
         digest = published.sha256(path)
     except OSError as e:
         names = ", ".join(published.PACKAGED)
-        raise UsageError(f"{file}: cannot be read ({e.strerror}); use an existing file, or one of {names}") from e
+        raise UsageError(f"{file}: cannot be read ({e.strerror}); use a readable file, or one of {names}") from e
     claimed = published.claimed_hash(path)
     if claimed and not digest.startswith(claimed):
         raise UsageError(

@@ -191,7 +191,7 @@ def _newest(root, options, resumes=False):
         try:
             return _position(folder, folders.verify(folder), options.iter_unit)
         except folders.DamagedError as e:
-            logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
+            logger.warn(f"{folder}: skipped, because it is unusable ({e}); move it away")
     if valid or others:
         remedy = "move the checkpoints away to start a new run" if resumes else "choose a different folder"
         raise UsageError(f"{root}: contains no valid checkpoint; {remedy}")
@@ -233,7 +233,7 @@ def _verified(folder, flag):
     try:
         return folders.verify(folder)
     except folders.DamagedError as e:
-        raise UsageError(f"{flag}: {folder} is damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"{flag}: {folder} is unusable: {e}; choose a different checkpoint") from e
 
 
 def _is_foreign(folder, model_prefix):
@@ -272,7 +272,7 @@ def _origin_of_pretrained(pretrained, model_prefix):
     try:
         meta = folders.read_meta(path.parent) if os.path.lexists(path.parent / folders.META) else None
     except folders.DamagedError as e:
-        raise UsageError(f"--from-pretrained-params {pretrained}: damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"--from-pretrained-params {pretrained}: unusable: {e}; choose a different checkpoint") from e
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
 

@@ -70,7 +70,7 @@ def find(flags: dict[str, Any]) -> Teacher | None:
     try:
         meta = folders.read_meta(folder)
     except folders.DamagedError as e:
-        raise UsageError(f"{label}: damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"{label}: unusable: {e}; choose a different checkpoint") from e
     file = _own_file(label, meta["arguments"].get("model_arch_name"), flags["model_arch_name"])
     recorded = restore.recorded_flags(folder, meta, file)
     if recorded.multi_label != flags["multi_label"]:

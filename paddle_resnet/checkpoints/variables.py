@@ -115,7 +115,7 @@ def _prefix(options, folder, label):
     try:
         return folders.prefix(folder, options.model_prefix)
     except folders.DamagedError as e:
-        raise UsageError(f"{label}: damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"{label}: unusable: {e}; choose a different checkpoint") from e
 
 
 def _evaluated(prefix):
@@ -238,7 +238,7 @@ def pretrained_file(path: str | Path, model_prefix: values.FlagValue) -> Path:
     try:
         candidates = [start, Path(f"{start}.pdparams"), _evaluated(folders.prefix(start, model_prefix))]
     except folders.DamagedError as e:
-        raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"{flag}: unusable: {e}; choose a different checkpoint") from e
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
         raise UsageError(
@@ -477,6 +477,6 @@ def _read(path, label, read=arrays.read_pickle):
     try:
         return read(path, folders.read_listed(Path(path)))
     except folders.DamagedError as e:
-        raise UsageError(f"{label}: damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"{label}: unusable: {e}; choose a different checkpoint") from e
     except arrays.UnreadableError as e:
         raise UsageError(f"{label}: {path} cannot be read ({e}); choose a different checkpoint") from e

@@ -21,7 +21,7 @@ RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key 
 SEARCH_S = 40  # number of seconds after which a search for a bad record or image ends
 # Maximum number of pixels in a decoded image; paddle_resnet/__init__.py also sets this limit for DALI's OpenCV.
 MAX_PIXELS = 2**28
-UNDECODABLE = "cannot be decoded"
+UNDECODABLE, UNOPENED = "cannot be decoded", "cannot be opened"
 MAX_BYTES = 2**28  # maximum size of an image file in bytes
 _decoder = None
 
@@ -164,11 +164,11 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
     Returns:
         (path or FILE@PLACE of the image, including image_root; problem). If the search timed out, the first item is "an
         image in IMAGE_ROOT" and the path of the image whose check took longest. If no bad image was found, the first
-        item is None. The problem is "cannot be decoded" or a more specific reason.
+        item is None. The problem is "cannot be opened", "cannot be decoded" or a more specific reason.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:
-        return unopened[1], UNDECODABLE
+        return unopened[1], UNOPENED
     undecoded = re.search(r"Failed to decode sample #\d+ : (.+)", message)
     if undecoded:
         return _whole_name(undecoded[1].strip(), image_root), UNDECODABLE

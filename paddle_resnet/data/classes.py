@@ -93,7 +93,7 @@ def check_labels(
     num_of_class: int | None,
     classes: Sequence | None,
     label_offset: int = 0,
-    names_file: str = "classes.txt",
+    names_file: str | None = "classes.txt",
 ) -> None:
     """Check labels against the number of class names or, without names, the number of network outputs.
 
@@ -103,14 +103,14 @@ def check_labels(
         num_of_class: number of network outputs, or None for any number.
         classes: class names, or None.
         label_offset: number that is subtracted from the labels.
-        names_file: file that contains the class names, for the error message.
+        names_file: file that contains the class names, for the error message; None if no text file contains them.
     Raises:
         UsageError: a label is out of range or not a whole number.
     """
     limit = len(classes) if classes else num_of_class
     for label in labels:
         if not is_class(label - label_offset, limit):
-            source = names_file if classes else f"--num-of-class {num_of_class}"
+            source = names_file or "the number of classes" if classes else f"--num-of-class {num_of_class}"
             first = label_offset
             allowed = f"labels are whole numbers from {first}"
             if limit is not None:
@@ -118,14 +118,16 @@ def check_labels(
             if label_offset:
                 allowed += f" with --label-offset {label_offset}"
             remedy = "number the classes from 0, or set --label-offset to the first label"
-            if limit is not None:
-                remedy += f", or add names to {names_file}" if classes else ", or use a larger --num-of-class"
+            if classes and names_file:
+                remedy += f", or add names to {names_file}"
+            elif limit is not None and not classes:
+                remedy += ", or use a larger --num-of-class"
             if label - label_offset == limit == _IMAGENET_CLASSES and path.endswith(".txt"):
                 remedy = (
                     "labels from 1 to 1000 are probably those of ImageNet's development kit, whose order is not that "
                     "of class folders; instead of this file, use class folders with WordNet names, such as n01440764"
                 )
-            raise UsageError(f"{path}: has label {label:g}, but {allowed}; {remedy}")
+            raise UsageError(f"{path}: has label {label:.15g}, but {allowed}; {remedy}")
 
 
 def is_class(label: float, limit: int | None = None) -> bool:

@@ -177,7 +177,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
             record = bad_images.bad_record(str(e), self._data_set, self._image_root)
             if record is not None:
                 raise DataError(f"{record}, or {remedy} (rank {processes.rank()})") from e
-            path, undecodable = bad_images.bad_image(str(e), self._data_set, self._image_root)
+            path, image_problem = bad_images.bad_image(str(e), self._data_set, self._image_root)
             problem = bad_images.reader_problem(str(e))
             if path is None and problem is None:
                 raise
@@ -188,7 +188,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 ) from e
             if self._data_set.is_multi_label:  # `dataset verify` reads one label per image
                 remedy = f"add a line {os.path.relpath(path, self._image_root)} to a file for --skip-list"
-            raise DataError(f"{path}: {undecodable} (rank {processes.rank()}); repair or remove it, or {remedy}") from e
+            repair = "make it readable" if image_problem == bad_images.UNOPENED else "repair or remove it"
+            raise DataError(f"{path}: {image_problem} (rank {processes.rank()}); {repair}, or {remedy}") from e
 
     def _next_batch(self):
         with self._naming_bad_images():

@@ -277,7 +277,9 @@ def _table(root, mode, names, is_trained):
         )
     images = [os.path.join(within, image) for image in table.images]
     for image in images:
-        if "\0" in image or (not root.allow_outside and is_outside(image, image_root)):
+        if "\0" in image:
+            raise UsageError(f"{path}: {image!a} contains a null character; correct the path")
+        if not root.allow_outside and is_outside(image, image_root):
             raise UsageError(f"{path}: {image!a} is outside {image_root}; correct the path, or add --allow-outside")
     rows = [sorted({number_of[name] for name in row}) for row in table.labels]
     kept = [i for i, image in enumerate(images) if os.path.normpath(image) not in root.skip]

@@ -113,7 +113,7 @@ def build(
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < options.batch_size:
         raise UsageError(
-            f"--batch-size {options.batch_size}: exceeds the {counted(per_process, 'training image')} per process in "
+            f"{_batch_size(options)} exceeds the {counted(per_process, 'training image')} per process in "
             f"{image_root}; use {per_process} or less"
             if per_process
             else f"--image-root {image_root}: too few training images ({data_set.size}) for {world_size} "
@@ -161,6 +161,13 @@ def build(
     return make() if checkpoint is None else loader_state.restored(pipeline, make)
 
 
+def _batch_size(options):
+    """Return the start of an error message about the batch size, which --sizes can set for a stage."""
+    if options.sizes:
+        return f"--sizes {','.join(options.sizes)}: batch size {options.batch_size}"
+    return f"--batch-size {options.batch_size}:"
+
+
 def build_synthetic(
     options: Options, flags: loader_state.BatchFlags, mode: Mode, state: dict[str, Any] | None = None
 ) -> SyntheticIterator:
@@ -178,7 +185,7 @@ def build_synthetic(
     images = per_process // batch_size * batch_size if mode is Mode.TRAIN else per_process
     if images == 0:
         raise UsageError(
-            f"--batch-size {batch_size}: exceeds the {counted(per_process, 'synthetic image')} per process; reduce it"
+            f"{_batch_size(options)} exceeds the {counted(per_process, 'synthetic image')} per process; reduce it"
         )
     random = np.random.RandomState(options.dali_random_seed + processes.rank())
     channels, height, width = options.image_shape

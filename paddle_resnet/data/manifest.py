@@ -8,7 +8,7 @@ from typing import Any
 from paddle_resnet.data import split_names
 from paddle_resnet.data.formats import FORMATS, RECORDS
 from paddle_resnet.data.images import readable
-from paddle_resnet.utils.errors import UsageError, command
+from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
@@ -71,15 +71,15 @@ def incomplete(image_root: str, manifest: dict[str, Any]) -> UsageError:
     )
 
 
-def check_count(image_root: str, mode: Mode, data_format: str, count: int, what: str = "images") -> None:
+def check_count(image_root: str, mode: Mode, data_format: str, count: int, what: str = "image") -> None:
     """Raise UsageError if the number of images or shards in a split differs from the number in convert.json, or if this
     file is damaged."""
     manifest = read(image_root)
     if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
         return
-    wanted = manifest["splits"][mode.value]["images"] if what == "images" else manifest["shards"][mode.value]
+    wanted = manifest["splits"][mode.value]["images"] if what == "image" else manifest["shards"][mode.value]
     if count != wanted:
         raise UsageError(
-            f"--image-root {image_root}: has {count} {mode.value} {what}, but {wanted} according to {MANIFEST}; copy "
-            "the folder again, or convert the data set again"
+            f"--image-root {image_root}: has {counted(count, f'{mode.value} {what}')}, but {wanted} according to "
+            f"{MANIFEST}; copy the folder again, or convert the data set again"
         )

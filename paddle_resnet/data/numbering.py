@@ -24,7 +24,7 @@ from paddle_resnet.data.formats import FORMATS, filelist, folder, tfrecord
 from paddle_resnet.data.image_files import Files
 from paddle_resnet.data.images import log_once, readable
 from paddle_resnet.utils import logger
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
@@ -188,9 +188,10 @@ def _folder_classes(image_root, mode, formats, names, trained):
         return wnids, "in ImageNet"
     if len(folders) < len(trained):
         raise UsageError(
-            f"--image-root {image_root}: has {len(folders)} class folders, but the network has {len(trained)} outputs "
-            f"without names, so the labels of the folders are unknown; write the names of all {len(trained)} classes "
-            f"to {os.path.join(image_root, 'classes.txt')}, one per line, in the order of the outputs"
+            f"--image-root {image_root}: has {counted(len(folders), 'class folder')}, but the network has "
+            f"{len(trained)} outputs without names, so the labels of the folders are unknown; write the names of all "
+            f"{len(trained)} classes to {os.path.join(image_root, 'classes.txt')}, one per line, in the order of the "
+            "outputs"
         )
     return folders, SORTED
 
@@ -306,9 +307,10 @@ def _check_lists(root, formats, offsets, classes, source):
         files, labels = listed.names, listed.labels
         if source == SORTED and max(labels) >= len(classes):
             raise UsageError(
-                f"{path}: has label {max(labels) + offsets[mode]}, but there are only {len(classes)} class folders, so "
-                f"the labels of the folders are unknown; write the names of all classes to {names} in the order of the "
-                "labels, or set --label-offset if the labels do not start at 0"
+                f"{path}: has label {max(labels) + offsets[mode]}, but the data set has only "
+                f"{counted(len(classes), 'class folder')}, so the labels of the folders are unknown; write the names "
+                f"of all classes to {names} in the order of the labels, or set --label-offset if the labels do not "
+                "start at 0"
             )
         for file, label in zip(files, labels, strict=True):
             name = os.path.basename(os.path.dirname(file))

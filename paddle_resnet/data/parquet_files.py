@@ -193,11 +193,15 @@ def _errors(path):
         raise UsageError(
             f"{path}: requires the package pyarrow, which cannot be imported ({reason}); run {installation('parquet')}"
         ) from e
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as e:
-        reason = " ".join(str(e).split())[:200]
-        raise UsageError(f"{path}: damaged, or not readable ({reason}); download it again") from e
+    with readable(path):
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError) as e:
+            # pyarrow raises an OSError without errno for damaged data, and ArrowMemoryError if memory is exhausted.
+            if isinstance(e, MemoryError) or (isinstance(e, OSError) and e.errno is not None):
+                raise
+            reason = " ".join(str(e).split())[:200]
+            raise UsageError(f"{path}: damaged ({reason}); download it again") from e
 
 
 def _features(schema):

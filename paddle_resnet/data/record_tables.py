@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_resnet.data.images import readable
 from paddle_resnet.data.split_names import SPLIT_OF
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, json_problem
 from paddle_resnet.utils.files import open_regular
 
 SUFFIXES = (".json", ".mat")
@@ -108,7 +108,7 @@ def _json(path):
     except (ValueError, RecursionError) as e:
         if isinstance(e, UsageError):
             raise
-        raise UsageError(f"{path}: not JSON ({str(e)[:200]}); correct the file, or download it again") from e
+        raise UsageError(f"{path}: {json_problem(e)}; correct the file, or download it again") from e
 
 
 def _is_scalar(value):

@@ -241,17 +241,19 @@ class DataRoot:
         root, stored_as = self.image_root, self.format(mode)
         paths = layout.check_there(root, mode, stored_as)
         records = FORMATS[stored_as].index(root, mode, paths, skip)
-        manifest.check_count(root, mode, stored_as, len(paths), "shards")
+        manifest.check_count(root, mode, stored_as, len(paths), "shard")
         manifest.check_count(root, mode, stored_as, sum(records.counts.values()))
         return records
 
     def _open_records(self, mode, num_of_class, seed, numbers, allow_one_class):
         stored_as = self.format(mode)
         records = self.records(mode, self.skip)
+        has_file = os.path.lexists(os.path.join(self.image_root, "classes.txt"))
+        names_file = "classes.txt" if has_file else None  # record files and class folders can also define the classes
         labels = []
         for path, label in records.sample(CHECKED_LABELS):
             labels.append(label)
-            classes.check_labels(path, [label], num_of_class, numbers.classes, numbers.offset)
+            classes.check_labels(path, [label], num_of_class, numbers.classes, numbers.offset, names_file)
         identity = data_set.digest(*records.identity, labels)
 
         read = functools.partial(FORMATS[stored_as].read, records, seed=seed)

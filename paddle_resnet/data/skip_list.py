@@ -35,7 +35,8 @@ def read(path: str | Path, image_root: str) -> frozenset[str]:
     except json.JSONDecodeError as e:
         raise UsageError(f'--skip-list {path}: a line that begins with " is not a JSON string ({e}); correct it') from e
     except OSError as e:
-        raise UsageError(f"--skip-list {path}: cannot be read ({e.strerror}); write one path per line") from e
+        remedy = "use a readable file with one path per line"
+        raise UsageError(f"--skip-list {path}: cannot be read ({e.strerror}); {remedy}") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
         # Opening the split checks whether the record file has a record at the place after "@".

@@ -82,6 +82,28 @@ def find(
     return []
 
 
+def check_total(image_root: str, mode: Mode, pattern: str, paths: list[str], noun: str) -> None:
+    """Raise UsageError if the number of a split's files differs from the number in their names, such as 8 in
+    train-00000-of-00008. A name without this number counts as 1 file.
+
+    Args:
+        image_root, mode, pattern: see find(). The group `total` is the number in a name.
+        paths: the files of the split.
+        noun: what a file is called in the message, such as "shard".
+    """
+    found = [match(pattern, os.path.basename(path), mode) for path in paths]
+    total = max(int(name["total"] or 1) for name in found if name)
+    if len(paths) < total:
+        raise UsageError(
+            f"--image-root {image_root}: has {len(paths)} of {total} {mode.value} {noun}s; add the missing ones"
+        )
+    if len(paths) > total:
+        raise UsageError(
+            f"--image-root {image_root}: has {len(paths)} {mode.value} {noun}s, but {total} according to their names "
+            f"({some(list(map(os.path.basename, paths)))}); move those of other data sets to a different folder"
+        )
+
+
 def several(image_root: str, mode: Mode, paths: Iterable[str]) -> UsageError:
     """Return the UsageError for a data set that contains a split several times. `paths` contains the first path of each
     occurrence."""

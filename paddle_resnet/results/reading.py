@@ -20,7 +20,7 @@ from paddle_resnet.settings.values import ENVIRONMENT, EVALUATED, EXPLICIT, netw
 from paddle_resnet.tasks import TASKS, Task
 from paddle_resnet.utils import files
 from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, json_problem
 from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS
 from paddle_resnet.utils.mode import RunScope
 
@@ -312,7 +312,7 @@ def _add_line(run, number, line):
     try:
         _add(run, json.loads(line.removeprefix("DLLL ")))
     except (ValueError, RecursionError) as e:
-        raise _SchemaError(f"line {number}: {e if isinstance(e, _SchemaError) else 'not JSON'}") from e
+        raise _SchemaError(f"line {number}: {e if isinstance(e, _SchemaError) else json_problem(e)}") from e
 
 
 def _add(run, entry):

@@ -279,7 +279,7 @@ def _read_meta(checkpoint):
     try:
         meta = folders.verify(checkpoint)
     except folders.DamagedError as e:
-        raise UsageError(f"{checkpoint}: damaged ({e}); choose a different checkpoint") from e
+        raise UsageError(f"{checkpoint}: unusable ({e}); choose a different checkpoint") from e
     # BN statistics are averaged at the end of an epoch, before each evaluation and at the end of the run. Checkpoints
     # of earlier versions lack the key "bn_averaged".
     is_averaged = meta["step"] is None or meta["trained"] is not None or meta["evaluated"] is not None

@@ -191,7 +191,7 @@ def write(
     if complete and not is_changed and not damaged and to != FOLDER:
         return counts
     if any("\n" in name or "\r" in name for name in classes or []):
-        raise UsageError(f"{source}: a class name contains a line break; rename the class folder")
+        raise UsageError(f"{source}: a class name contains a line break; rename the class")
     if complete is None or is_changed:
         if check is not None:
             listed = [image for images in splits.values() for image in images]
@@ -415,7 +415,9 @@ def _continued(output, manifest):
     the folder contains a different conversion or other files."""
     recorded = manifests.read(output)
     if recorded is not None:
-        for key, value in (manifest | {"splits": _images_of(manifest)}).items():
+        # The default number of shards depends on the images, so different images are reported first.
+        entries = manifest | {"splits": _images_of(manifest)}
+        for key, value in sorted(entries.items(), key=lambda entry: entry[0] == "shards"):
             if (_images_of(recorded) if key == "splits" else recorded.get(key)) != value:
                 what = _DIFFERING.get(key) or f"a different --{key.replace('_', '-')}"
                 raise UsageError(
@@ -489,9 +491,10 @@ def _prepare(image):
     try:
         data, label = read_image(image)
     except OSError as e:
-        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); {_REMEDY}") from e
+        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); make it readable {_OMIT}") from e
     if not class_checks.is_class(label):
-        raise UsageError(f"{image.full_name}: label {label:g} is not a whole number from 0; correct the label {_OMIT}")
+        problem = f"label {label:.15g} is not a whole number from 0"
+        raise UsageError(f"{image.full_name}: {problem}; correct the label {_OMIT}")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label

@@ -83,7 +83,7 @@ def _list_source(source):
         images[label], unusable, others = class_folder.image_names(source / label)
         ignored += [(kind, label, name) for kind, name in others]
         if unusable:
-            raise UsageError(f"{source / label / unusable[0]}: a broken link, or not a file; remove it")
+            raise UsageError(f"{source / label / unusable[0]}: a broken link, or not a regular file; remove it")
     if "train" in images and not images["train"]:
         remedy = sniffer.advice(source, only_certain=True) or f"use {source}/train to split that folder"
         raise UsageError(f"{source}: train/ contains no images, so it is not a class; {remedy}")

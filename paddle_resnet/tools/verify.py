@@ -326,7 +326,7 @@ def check(task: Task) -> Result:
     failure = bad_images.decode(data)
     if failure is None and not classes.is_class(label, num_of_class):
         allowed = "a whole number from 0" if num_of_class is None else f"a whole number from 0 to {num_of_class - 1}"
-        failure = f"has label {label:g}, which is not {allowed}"
+        failure = f"has label {label:.15g}, which is not {allowed}"
     return failure, _unusual(image, data), _digest(data), label
 
 

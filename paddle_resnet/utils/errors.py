@@ -132,6 +132,11 @@ def core(error: BaseException) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
+def json_problem(error: BaseException) -> str:
+    """Return why a text cannot be read as JSON, given the ValueError or RecursionError of json.loads."""
+    return "nested too deeply" if isinstance(error, RecursionError) else f"not JSON ({str(error)[:200]})"
+
+
 NO_CLASS = (
     "--num-of-class: an image has a label that is not a class of the network; use a larger value, number the "
     "classes from 0, or set --label-offset to the first label"

@@ -755,7 +755,9 @@ def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
     assert origin(str(saved / "tiny")) == (str(saved), folders.read_meta(saved))
     assert origin(None) == (None, None)
     (saved / "meta.json").write_text("damaged")
-    with pytest.raises(UsageError, match=f"^--from-pretrained-params {saved}/mine: damaged: meta.json is damaged; cho"):
+    with pytest.raises(
+        UsageError, match=f"^--from-pretrained-params {saved}/mine: unusable: meta.json is damaged; cho"
+    ):
         origin(str(saved / "mine"))
     (saved / "meta.json").unlink()
     assert origin(str(saved / "mine")) == (str(saved), None)
@@ -767,13 +769,13 @@ def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
     data = (saved / file).read_bytes()
     (saved / file).write_bytes(data[:-1] + b"\x01")
     start = saved if epoch is None else saved.parent
-    with pytest.raises(UsageError, match=f"^--from-checkpoint {start}: {saved} is damaged: {file}"):
+    with pytest.raises(UsageError, match=f"^--from-checkpoint {start}: {saved} is unusable: {file}"):
         find(args, start, epoch)
     with pytest.raises(UsageError, match="Tiny: contains no valid checkpoint"):
         find(args, saved.parent, "auto")
     (saved / file).unlink()
     (saved / file).symlink_to("missing")
-    with pytest.raises(UsageError, match=f"Tiny/4 is damaged: {file}"):
+    with pytest.raises(UsageError, match=f"Tiny/4 is unusable: {file}"):
         find(args, saved if epoch is None else saved.parent, epoch)
 
 

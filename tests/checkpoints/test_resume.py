@@ -279,7 +279,8 @@ def test_resume_skips_damaged_newest_checkpoint(run_train, uninterrupted, tmp_pa
     code, report = run_train(*FLAGS, "--resume")
     assert code == 0
     assert (
-        "output/Tiny/2: skipped, because it is damaged (tiny.pdopt does not match its sha256" in capsys.readouterr().err
+        "output/Tiny/2: skipped, because it is unusable (tiny.pdopt does not match its sha256"
+        in capsys.readouterr().err
     )
     assert losses(report) == {key: value for key, value in expected.items() if key[0] == 2}
 
@@ -371,7 +372,7 @@ def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path,
         (root / name / "tiny.pdopt").write_bytes(b"")
     code, report = run_train("--epochs", "4", *flags, "--resume", "--eval-interval", "4")
     assert code == 0
-    assert "Tiny/3: skipped, because it is damaged (tiny.pdopt has" in capsys.readouterr().err
+    assert "Tiny/3: skipped, because it is unusable (tiny.pdopt has" in capsys.readouterr().err
     assert (phase(report, [], "best.")["epoch"], (root / "best").resolve().name) == (3, "3")
     assert phase(report, [], "best.")["val.top1"] == 0.7
     meta = folders.read_meta(root / "1")

@@ -149,11 +149,11 @@ def test_damaged_file_is_rejected(args, saved, damage):
 def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
     (tmp_path / folders.META).write_text("{")
     (tmp_path / "tiny.pdparams").write_bytes(b"")
-    with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: damaged: .*; choose a different checkpoint"):
+    with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: unusable: .*; choose a different checkpoint"):
         label = f"--from-checkpoint {tmp_path}"
         variables.load(args.part(variables.LoadOptions), tmp_path, None, PLACE, label)
     for path in (tmp_path, tmp_path / "tiny.pdparams"):
-        with pytest.raises(UsageError, match=f"--from-pretrained-params {path}: damaged: .*; choose a different"):
+        with pytest.raises(UsageError, match=f"--from-pretrained-params {path}: unusable: .*; choose a different"):
             restore.origin(None, args.copy(from_pretrained_params=str(path)).part(restore.Options))
 
 
@@ -179,7 +179,7 @@ def test_ema_weights_that_change_after_the_check_are_an_error(args, tmp_path, ch
         lambda: variables.load(options, folder, main, PLACE),
         lambda: variables.load_pretrained(options, main, PLACE),
     ):
-        problem = "damaged: (tiny.pdema|meta.json is missing, because)|neither .*/tiny.pdema exists"
+        problem = "unusable: (tiny.pdema|meta.json is missing, because)|neither .*/tiny.pdema exists"
         with pytest.raises(UsageError, match=f"^(--from-pretrained-params )?{folder}: ({problem})"):
             load()
 

@@ -107,7 +107,7 @@ def write_records(root, images, data_format, bad):
     ("data_format", "bad", "reason"),
     [
         *(
-            ("tfrecord", label, "one number in image/class/label, but the features are")
+            ("tfrecord", label, "one whole number in image/class/label, but found 1 image and")
             for label in TFRECORD_LABELS.values()
         ),
         ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels, but only --multi-label reads more"),
@@ -189,7 +189,7 @@ def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5", "--allow-one-class")
     with pytest.raises(DataError) as e:
         list(dali.build_dataloader(args, Mode.TRAIN))
-    assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be decoded (rank 0); repair")
+    assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be opened (rank 0); make it readable, or run")
     assert f"paddle_resnet.dataset verify {shlex.quote(root)} --fix-list bad.txt`" in str(e.value)
 
 

@@ -183,8 +183,12 @@ def test_tfrecord_shards_of_several_data_sets_are_rejected(tmp_path, names):
     for name in names:
         (tmp_path / f"train-00000-{name}").touch()
     total = max(name[7] for name in names)
-    with pytest.raises(UsageError, match=f"has {len(names)} of {total} train shards; add the missing ones"):
-        DataRoot(tmp_path, "tfrecord").listed(Mode.TRAIN)
+    message = error_of(tmp_path, Mode.TRAIN)
+    if len(names) < int(total):
+        assert message.endswith(f"has {len(names)} of {total} train shards; add the missing ones")
+    else:
+        assert f"has {len(names)} train shards, but {total} according to their names (train-00000-of-0000" in message
+        assert message.endswith("; move those of other data sets to a different folder")
 
 
 def write_shards(root, *names, samples=5):
@@ -302,10 +306,17 @@ def test_nshards_is_compared(tmp_path):
         (tmp_path / "nshards.txt").write_text(text)
         assert [len(DataRoot(tmp_path).listed(mode)) for mode in Mode] == [15, 5]
     (tmp_path / "nshards.txt").write_text("5\n")
-    assert error_of(tmp_path, Mode.TRAIN) == (
-        f"{tmp_path}/nshards.txt: states 5 shards, but the folder has 3 train shards; copy the data set again, or "
-        "remove this file"
-    )
+    for mode in Mode:
+        assert error_of(tmp_path, mode) == (
+            f"{tmp_path}/nshards.txt: states 5 shards, but the folder has 3 train shards and 1 val shard; copy the "
+            "data set again, or remove this file"
+        )
+    for path in tmp_path.glob("train-*"):
+        path.unlink()
+    (tmp_path / "nshards.txt").write_text("1")
+    assert len(DataRoot(tmp_path).listed(Mode.EVAL)) == 5
+    (tmp_path / "nshards.txt").write_text("4")
+    assert "states 4 shards, but the folder has 1 val shard; copy" in error_of(tmp_path, Mode.EVAL)
 
 
 TABLES = ["train/images/x.csv", "train/metadata.jsonl", "_classes.csv"]
@@ -739,6 +750,11 @@ def test_labels_without_known_limit_are_checked(tmp_path):
             classes.check_labels("x", [label], limit, ["a", "b"] if limit == 3 else None)
 
 
+def test_labels_are_shown_with_all_digits_and_only_existing_files():
+    with pytest.raises(UsageError, match=r"^x: has label 1234567, but the number of classes allows 0 to 1; .*label$"):
+        classes.check_labels("x", [1234567], None, ["a", "b"], names_file=None)
+
+
 def test_labels_of_imagenet_development_kit_have_their_own_remedy():
     """Their order differs from that of the class folders, so --label-offset 1 would evaluate wrong labels."""
     remedy = "development kit, whose order is not that of class folders; instead of this file, use class folders"
@@ -823,7 +839,7 @@ def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, w
         assert images.is_outside(path, "root") == images.is_outside(path, f"{tmp_path}/x/../root") == is_outside
     (tmp_path / "root/val").mkdir(parents=True)
     (tmp_path / "root/val.txt").write_text(f"{name} 0\n")
-    with pytest.raises(UsageError, match="which is outside root; correct" if is_outside else "is not in root; use"):
+    with pytest.raises(UsageError, match="which is outside root; correct" if is_outside else "is not in root; copy"):
         DataRoot("root").listed(Mode.EVAL)
 
 
@@ -833,7 +849,7 @@ def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, w
         ("train.rec", "", "contains the train split as recordio (train.rec) and folder (train/); choose one with"),
         ("train.rec", "", "choose one with --data-format"),
         ("train.txt", "", "train.txt contains no images; add lines of the form"),
-        ("train.txt", "a 0", "a is not in .*root; use paths relative to that folder"),
+        ("train.txt", "a 0", "a is not in .*root; copy the file, or use paths relative to that folder"),
         ("train/link", None, "train/link: a broken link; repair or remove it"),
     ],
 )
@@ -877,7 +893,7 @@ def test_incomplete_conversion_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="has no val-000000.tar; use the folder that contains the webdataset files"):
         DataRoot(tmp_path, "webdataset").listed(Mode.EVAL)
     for i in range(2):
-        with pytest.raises(UsageError, match=f"has {i} val shards, but 2 according" if i else "has no val-000000.tar"):
+        with pytest.raises(UsageError, match=f"has {i} val shard, but 2 according" if i else "has no val-000000.tar"):
             DataRoot(tmp_path, "webdataset").listed(Mode.EVAL)
         write_shards(tmp_path, f"val-{i}.tar")
     assert len(DataRoot(tmp_path, "webdataset").listed(Mode.EVAL)) == 10
@@ -945,7 +961,7 @@ def test_counts_of_a_conversion_apply_only_to_its_format_and_splits(tmp_path):
     with pytest.raises(UsageError, match=r"7 train images, .*5 .*convert\.json"):
         manifest.check_count(tmp_path, Mode.TRAIN, "tfrecord", 7)
     with pytest.raises(UsageError, match=r"3 train shards, but 2 according to convert\.json"):
-        manifest.check_count(tmp_path, Mode.TRAIN, "tfrecord", 3, "shards")
+        manifest.check_count(tmp_path, Mode.TRAIN, "tfrecord", 3, "shard")
     name = "train-00000-of-00001"
     (tmp_path / "convert.json").write_text(json.dumps(content | {"bytes": {name: 9}}))
     assert manifest.read(tmp_path)["bytes"] == {name: 9}

@@ -196,8 +196,8 @@ def test_list_with_more_classes_than_folders_is_an_error(tmp_path, verify_here):
     for k in (2, 4):
         put(tmp_path / f"val/{NAMES[k]}/0.jpg", jpeg(k))
     assert error_of(tmp_path) == (
-        f"{tmp_path}/train.txt: has label 4, but there are only 2 class folders, so the labels of the folders are "
-        f"unknown; write the names of all classes to {tmp_path}/classes.txt in the order of the labels, or set "
+        f"{tmp_path}/train.txt: has label 4, but the data set has only 2 class folders, so the labels of the folders "
+        f"are unknown; write the names of all classes to {tmp_path}/classes.txt in the order of the labels, or set "
         "--label-offset if the labels do not start at 0"
     )
     put_names(tmp_path, NAMES)

@@ -71,7 +71,7 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
     writer.write({"image": (b"x", "byte")})
     writer.close()
     size = os.path.getsize(tmp_path / "other")
-    with pytest.raises(UsageError, match="image/encoded and one number in image/class/label"):
+    with pytest.raises(UsageError, match="image/encoded and one whole number in image/class/label"):
         read_label(tfrecord, str(tmp_path / "other"), 0, size)
 
     label = {tfrecord.LABEL: ([1], "int")}

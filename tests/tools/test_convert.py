@@ -163,7 +163,7 @@ def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monk
     with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a whole number .*; correct the label or, "):
         convert._prepare(image)
     monkeypatch.setattr(convert, "read_image", lambda image: os.stat(f"{os.devnull}/x"))
-    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); repair the image or, "):
+    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); make it readable or, "):
         convert._prepare(image)
     stop.set()
     with pytest.raises(InterruptedError):
@@ -290,12 +290,14 @@ def test_different_conversion_to_same_folder_is_rejected(photos, tmp_path, optio
     assert tree(tmp_path / "x") == before
 
 
-def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path):
+@pytest.mark.parametrize("to", ["recordio", "webdataset"])
+def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path, monkeypatch, to):
+    monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 29)  # for 30 images, which become 29, the default is 2 shards
     shutil.copytree(photos, tmp_path / "photos")
-    convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
+    convert.convert(tmp_path / "photos", tmp_path / "x", to, workers=1)
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
     with pytest.raises(UsageError, match="contains a conversion with different images"):
-        convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
+        convert.convert(tmp_path / "photos", tmp_path / "x", to, workers=1)
     image, renamed = (ListedImage(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
     assert convert._digest([image]) != convert._digest([renamed])
 

@@ -113,8 +113,8 @@ def index(
             lines_of.append(number)
             labels.append(int(parsed[1]))
     except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); correct this list") from e
+        problem = f"({e.strerror}); write" if isinstance(e, OSError) else "(it is not UTF-8); correct"
+        raise UsageError(f"--image-root {image_root}: {path} cannot be read {problem} this list") from e
     if not files:
         raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines of the form `PATH LABEL`")
     classes.check_labels(path, [min(labels), max(labels)], num_of_class, class_names, label_offset, names_file)
@@ -151,7 +151,7 @@ def check_first(image_root: str, mode: Mode, listed: image_files.Files) -> None:
     training checks all files with check_listed, and the data-set tools report unreadable images."""
     name = listed.names[0]
     if not os.path.isfile(os.path.join(image_root, name)):
-        remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"
+        remedy = sniffer.advice(image_root, only_certain=True) or "copy the file, or use paths relative to that folder"
         raise UsageError(f"{list_path(image_root, mode)}: {name} is not in {image_root}; {remedy}")
 
 

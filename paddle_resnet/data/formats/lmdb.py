@@ -126,6 +126,8 @@ def _transaction(folder):
     try:
         with _environment(os.path.realpath(folder)).begin() as transaction:
             yield transaction
+    except lmdb.ReadonlyError as e:  # the name of EACCES in lmdb
+        raise UsageError(f"{folder}: cannot be read ({e}); make the folder and its files readable") from e
     except (lmdb.Error, DecodeError) as e:
         raise UsageError(f"{folder}: not a Caffe LMDB, or damaged ({e}); write or copy it again") from e
 

@@ -39,15 +39,11 @@ def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = 
     Args:
         image_root, mode, paths, skip: see shards.index. A place is the number of a row in its file.
     Raises:
-        UsageError: a file is missing or damaged, lacks a column, has different class names than the others or a label
-            that is not a whole number from 0; a skipped row does not exist; no row is left; or pyarrow cannot be
-            imported.
+        UsageError: a file is missing, surplus or damaged, lacks a column, has different class names than the others or
+            a label that is not a whole number from 0; a skipped row does not exist; no row is left; or pyarrow cannot
+            be imported.
     """
-    total = max(int(split_names.match(NAMES, os.path.basename(path), mode)["total"]) for path in paths)
-    if total != len(paths):
-        raise UsageError(
-            f"--image-root {image_root}: has {len(paths)} of {total} {mode.value} files; add the missing ones"
-        )
+    split_names.check_total(image_root, mode, NAMES, paths, "file")
     first, counts, rows = parquet_files.columns(paths[0]), {}, []
     for file, path in enumerate(paths):
         columns = parquet_files.columns(path)
@@ -57,6 +53,8 @@ def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = 
         counts[os.path.basename(path)] = len(found)
         skipped = _skipped(skip, path, len(found))
         rows += [_checked(path, file, i, row) for i, row in enumerate(found) if i not in skipped]
+    if not any(counts.values()):
+        raise UsageError(f"--image-root {image_root}: the {mode.value} files contain no rows; download them again")
     if not rows:
         raise UsageError(f"--image-root {image_root}: --skip-list leaves no {mode.value} images; shorten the list")
     table = np.array(rows, np.int64)  # [rows, 5]: file, row, group, row in the group, label
@@ -85,7 +83,9 @@ def _skipped(skip, path, count):
 def _checked(path, file, i, row):
     if not isinstance(row.label, int) or not 0 <= row.label < 2**31:
         remedy = f"run {import_command(os.path.dirname(path) or '.')}"
-        raise UsageError(f"{path}@{i}: has label {str(row.label)[:50]}, which is not a whole number from 0; {remedy}")
+        raise UsageError(
+            f"{path}@{i}: has label {str(row.label)[:50]}, which is not a whole number from 0 to {2**31 - 1}; {remedy}"
+        )
     return file, i, row.group, row.row, row.label
 
 

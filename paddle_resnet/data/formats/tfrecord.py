@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from paddle_resnet.data import indexes, shards, split_names
-from paddle_resnet.data.images import Image
-from paddle_resnet.utils.errors import UsageError, import_command
+from paddle_resnet.data.images import Image, some
+from paddle_resnet.utils.errors import UsageError, counted, import_command
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
@@ -50,15 +50,17 @@ def _check_features(shard, record):
     with contextlib.suppress(ValueError):  # the loader reports a damaged record
         names = {*example_features(record)}
     if names and names.isdisjoint({IMAGE, LABEL}):
-        raise _other_features(shard, 0, names)
+        raise _other_features(shard, 0, names, "")
 
 
-def _other_features(shard, offset, names):
-    expected = f"expected one image in {IMAGE} and one number in {LABEL}"
+def _other_features(shard, offset, names, values):
+    """Return the UsageError for an example without exactly one image and label. `values` states how many values the two
+    features have."""
+    expected = f"expected one image in {IMAGE} and one whole number in {LABEL}"
     is_named = {IMAGE, LABEL} <= names
     remedy = {} if is_named else {"remedy": f"run {import_command(os.path.dirname(shard) or '.')}"}
-    reason = f"{expected}, but the features are {', '.join(sorted(names)[:5])}"
-    return shards.no_label(shard, offset, reason, **remedy)
+    found = values if is_named else f"the features are {some(sorted(names))}" if names else "there are no features"
+    return shards.no_label(shard, offset, f"{expected}, but {found}", **remedy)
 
 
 def _rows(data, f, shard_size):
@@ -79,12 +81,9 @@ INDEX = indexes.Kind(_scan, _rows, _kept)
 
 
 def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = frozenset()) -> shards.Records:
-    """Open the indexes of a split's shards, see shards.index. Raise UsageError also if a shard is missing."""
-    total = max(int(split_names.match(NAMES, os.path.basename(path), mode)["total"] or 1) for path in paths)
-    if total != len(paths):
-        raise UsageError(
-            f"--image-root {image_root}: has {len(paths)} of {total} {mode.value} shards; add the missing ones"
-        )
+    """Open the indexes of a split's shards, see shards.index. Raise UsageError also if a shard is missing or
+    surplus."""
+    split_names.check_total(image_root, mode, NAMES, paths, "shard")
     return shards.index(image_root, mode, paths, skip, INDEX, "tfrecord", read_label)
 
 
@@ -154,7 +153,8 @@ def _read_example(shard, offset, example):
     names = {*features}
     images, labels = features[IMAGE].bytes_list.value, features[LABEL].int64_list.value
     if not images or len(labels) != 1:
-        raise _other_features(shard, offset, names)
+        values = f"found {counted(len(images), 'image')} and {counted(len(labels), 'whole number')}"
+        raise _other_features(shard, offset, names, values)
     return images[0], labels[0]
 
 

@@ -225,13 +225,14 @@ def _check_numbers(image_root, mode, found):
         for problem, names in (("missing", counts.keys() - there), ("not listed", there - counts.keys())):
             if names:
                 raise UsageError(
-                    f"{os.path.join(image_root, name)}: lists {len(counts)} {mode.value} shards, but the folder has "
-                    f"{len(there)} ({problem}: {some(sorted(names))}); copy the data set again, or remove this list"
+                    f"{os.path.join(image_root, name)}: lists {counted(len(counts), f'{mode.value} shard')}, but the "
+                    f"folder has {len(there)} ({problem}: {some(sorted(names))}); copy the data set again, or "
+                    "remove this list"
                 )
-    _check_shard_count(image_root, mode, len(found))
+    _check_shard_count(image_root)
 
 
-def _check_shard_count(image_root, mode, count):
+def _check_shard_count(image_root):
     """Raise UsageError if nshards.txt contains a number that is neither that of the training shards (without them, that
     of the validation shards) nor that of all shards, or if the file cannot be read."""
     path = os.path.join(image_root, "nshards.txt")
@@ -242,9 +243,10 @@ def _check_shard_count(image_root, mode, count):
     counts = {m: len(detect(image_root, m)) for m in Mode}
     allowed = {counts[Mode.TRAIN] or counts[Mode.EVAL], sum(counts.values())}
     if re.fullmatch("[0-9]{1,9}", text) and int(text) not in allowed:
+        there = " and ".join(counted(count, f"{m.value} shard") for m, count in counts.items() if count)
         raise UsageError(
-            f"{path}: states {int(text)} shards, but the folder has {count} {mode.value} shards; copy the data set "
-            "again, or remove this file"
+            f"{path}: states {counted(int(text), 'shard')}, but the folder has {there}; copy the data set again, or "
+            "remove this file"
         )
 
 
@@ -306,8 +308,8 @@ def _check_samples(image_root, mode, counts):
         for shard, count in counts.items():
             if listed.get(shard) not in (None, count):
                 raise UsageError(
-                    f"{os.path.join(image_root, shard)}: has {count} samples, but {listed[shard]} according to {name}; "
-                    f"copy it again, or remove {name}"
+                    f"{os.path.join(image_root, shard)}: has {counted(count, 'sample')}, but {listed[shard]} "
+                    f"according to {name}; copy it again, or remove {name}"
                 )
 
 

@@ -22,7 +22,7 @@ from paddle_resnet.data.images import Image, readable
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import read_lines
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
 
 LIMIT = 1 << 30  # maximum size in bytes of a file or array that each process reads as a whole
@@ -54,15 +54,16 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         images, labels = _load(part.path, format, part.split)
         labels = _chosen(part.path, labels, options.label_column)
         if len(labels) != len(images):
-            raise UsageError(f"{part.path}: has {len(images)} images, but {len(labels)} labels; download it again")
+            numbers = f"{counted(len(images), 'image')}, but {counted(len(labels), 'label')}"
+            raise UsageError(f"{part.path}: has {numbers}; use matching files")
         entries += [(part, i, label) for i, label in enumerate(labels.tolist())]
     names = _names(os.path.dirname(parts[0].path), options.label_column)
     labels = [label for *_, label in entries]
     if format == "stl10":  # the labels of STL-10 start at 1
         labels = [label - 1 for label in labels]
-    numbers, names = splits.numbered(source, labels, names, lambda i: f"{entries[i][0].path}: image {entries[i][1]}")
+    classes, names = splits.numbered(source, labels, names, lambda i: f"{entries[i][0].path}: image {entries[i][1]}")
     found = {}
-    for (part, i, _), label in zip(entries, numbers, strict=True):
+    for (part, i, _), label in zip(entries, classes, strict=True):
         name = f"{os.path.basename(part.path)}@{part.split}-{i}/{i:06d}.png"
         image = Image(name, part.path, label, read_png, (format, part.split, i))
         found.setdefault(part.split, []).append(image)
@@ -124,7 +125,8 @@ def _parts(source):
     (files,) = found.values()
     numbers = {int(match[1]) for name in files if (match := re.fullmatch(r"data_batch_(\d)(\.bin)?", name))}
     if numbers and (missing := sorted({1, 2, 3, 4, 5} - numbers)):
-        raise UsageError(f"{source}: has no data_batch_{missing[0]}; download the data set again")
+        ending = ".bin" if any(name.endswith(".bin") for name in files) else ""
+        raise UsageError(f"{source}: has no data_batch_{missing[0]}{ending}; download the data set again")
     return format, [
         _Part(path, split) for split, path in sorted(files.values(), key=lambda file: (file[0] != "train", file[1]))
     ]

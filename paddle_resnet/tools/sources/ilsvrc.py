@@ -12,6 +12,7 @@ import io
 import os
 import re
 import tarfile
+import zlib
 
 from paddle_resnet.data.formats.folder import image_names
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, read_slice, readable
@@ -88,7 +89,9 @@ def _check_counts(source, splits, classes, allow_partial):
         return
     message = f"{source}: has {', '.join(problems)}"
     if not allow_partial:
-        raise UsageError(f"{message}; add the missing files, or use --allow-partial to import a part of ImageNet")
+        is_partial = all(len(splits[split]) <= count for split, count in EXPECTED.items()) and len(classes) <= CLASSES
+        remedy = "add the missing files" if is_partial else "remove the files that are not from ILSVRC2012"
+        raise UsageError(f"{message}; {remedy}, or use --allow-partial to import these images")
     logger.warn(f"{message}; only these images are imported")
 
 
@@ -139,7 +142,7 @@ def _files(folder):
     """Return [(name, path, None)] of the images in a folder."""
     names, unusable, _ = image_names(folder)
     if unusable:
-        raise UsageError(f"{os.path.join(folder, unusable[0])}: a broken link, or not a file; remove it")
+        raise UsageError(f"{os.path.join(folder, unusable[0])}: a broken link, or not a regular file; remove it")
     return [(name, os.path.join(folder, name), None) for name in names]
 
 
@@ -322,16 +325,17 @@ def _solution(path):
 def _devkit_archive(path):
     """Return {"meta.mat": content, TRUTH: content} from the archive of the devkit."""
     contents = {}
-    try:
-        with readable(path), open_regular(path) as f, tarfile.open(fileobj=f, mode="r:gz") as tar:
-            for member in tar:
-                name = os.path.basename(member.name)
-                if member.isreg() and name in ("meta.mat", TRUTH) and member.size <= _TABLE_LIMIT:
-                    contents[name] = tar.extractfile(member).read()
-    except (tarfile.TarError, EOFError, OSError, ValueError) as e:
-        if isinstance(e, UsageError):
-            raise
-        raise UsageError(f"{path}: damaged ({e}); download it again") from e
+    with readable(path), open_regular(path) as f:
+        try:
+            with tarfile.open(fileobj=f, mode="r:gz") as tar:
+                for member in tar:
+                    name = os.path.basename(member.name)
+                    if member.isreg() and name in ("meta.mat", TRUTH) and member.size <= _TABLE_LIMIT:
+                        contents[name] = tar.extractfile(member).read()
+        except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as e:
+            if isinstance(e, OSError) and e.errno is not None:
+                raise
+            raise UsageError(f"{path}: damaged ({e}); download it again") from e
     return contents
 
 

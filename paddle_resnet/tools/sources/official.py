@@ -128,12 +128,13 @@ def food(root: str) -> list[Row]:
     for split in ("train", "test"):
         path = os.path.join(root, "meta", f"{split}.txt")
         if os.path.isfile(path):
+            kind = "line"
             lines = [(number, line.strip()) for number, line in enumerate(read_lines(path), 1) if line.strip()]
         elif os.path.isfile(path := os.path.join(root, "meta", f"{split}.json")):
             text = "\n".join(read_lines(path))
             try:
                 images = [image for images in json.loads(text).values() for image in images]
-                lines = [*enumerate(map(str.strip, images), 1)]
+                kind, lines = "image", [*enumerate(map(str.strip, images), 1)]
             except (ValueError, AttributeError, TypeError, RecursionError) as e:
                 raise UsageError(f"{path}: not a JSON object with lists of images ({e}); download it again") from e
         else:
@@ -142,5 +143,5 @@ def food(root: str) -> list[Row]:
             label, _, name = image.partition("/")
             if not name or " " in image:
                 return []  # a list of MMPretrain, which contains labels
-            rows.append(Row(image, label, split, f"{path}: line {number}", "images"))
+            rows.append(Row(image, label, split, f"{path}: {kind} {number}", "images"))
     return rows

@@ -87,7 +87,7 @@ def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
     """Return {"train" or "val": images}. Test images are used for validation if there are no validation images, and
     left out otherwise. Raise UsageError if there are no training images."""
     found = dict(found)
-    if "train" not in found:
+    if not found.get("train"):
         raise UsageError(f"{source}: contains no training images; import the folder that contains them")
     if test := found.pop("test", None):
         used = "left out, because there are validation images" if "val" in found else "used as validation images"
@@ -121,11 +121,12 @@ def numbered(source, labels, names, place, from_one=False, flag=None):
                 raise UsageError(f"{place(i)}: has no label; write the label, or remove the image")
             if label not in label_of:
                 raise UsageError(
-                    f"{place(i)}: label {label[:50]} is not one of {counted(len(names), 'class name')}; correct it, or "
-                    "remove the image"
+                    f"{place(i)}: label {label[:50]} is not one of the {counted(len(names), 'class name')}; correct "
+                    "it, or remove the image"
                 )
         return [label_of[label] for label in labels], [*names]
-    limit, what = (len(names), f"{len(names)} class names") if names else (len(labels), f"{len(labels)} images")
+    limit = len(names or labels)
+    what = counted(limit, "class name" if names else "image")
     low, high = (min(labels), max(labels)) if kinds == {int} else (0, 0)
     is_from_one = low == 1 and (high == len(names) if names else from_one and set(labels) == {*range(1, high + 1)})
     if is_from_one:
@@ -136,7 +137,7 @@ def numbered(source, labels, names, place, from_one=False, flag=None):
         if label - is_from_one >= limit:
             choice = f", or choose different labels with {flag}" if flag else ""
             raise UsageError(
-                f"{place(i)}: has label {label}, but there are only {what}; number the classes from 0{choice}"
+                f"{place(i)}: has label {label}, but the data set has only {what}; number the classes from 0{choice}"
             )
     return [label - is_from_one for label in labels], [*names] if names else None
 

@@ -17,7 +17,7 @@ from paddle_resnet.data import image_search, record_tables, sniffer
 from paddle_resnet.data.images import readable
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources.options import Options
-from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.errors import UsageError, counted, json_problem
 from paddle_resnet.utils.files import open_regular
 
 ROBOFLOW = "_classes.csv"
@@ -111,7 +111,7 @@ def _cells(path, delimiter=None):
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise UsageError(f"{path}: line {number} is not JSON ({e}); correct it") from e
+                raise UsageError(f"{path}: line {number} is {json_problem(e)}; correct it") from e
             if not isinstance(values, dict):
                 raise UsageError(f"{path}: line {number} is not a JSON object; correct it")
             if header is None:

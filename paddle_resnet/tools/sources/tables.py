@@ -141,7 +141,8 @@ def _found(root, rows, images, allow_partial):
             raise UsageError(f"{row.place}: {row.image} is also in {place}; {remedy}")
         if not place_of and ELSEWHERE.match(row.image) and not os.path.exists(row.image):
             logger.warn(
-                f"{row.place}: {row.image} does not exist, so {path} in {root} is used; check that it is the same image"
+                f"{row.place}: {row.image} is not on this computer, so {path} in {root} is used; check that it is the "
+                "same image"
             )
         place_of[path] = row.place, row.label
         paths.append(path)
@@ -199,7 +200,7 @@ def _numbered(source, rows, names):
             logger.info(f"{source}: labels from 1 to {len(names)} are renumbered from 0")
         limit, origin = len(names), f"{path} contains the names of labels {first} to {first + len(names) - 1}"
     else:
-        first, limit, origin = 0, len(rows), f"there are only {len(rows)} images"
+        first, limit, origin = 0, len(rows), f"the data set has only {counted(len(rows), 'image')}"
     for row, label in zip(rows, labels, strict=True):
         if not 0 <= label - first < limit:
             raise UsageError(

@@ -107,7 +107,7 @@ def _label(path, f, key, files, column):
     kind = next((kind for kind in wanted if kind in files), None)
     if kind is None:
         raise UsageError(
-            f"{place}: has no label ({', '.join([*files][:5])}); add a file {key}.cls, {key}.json or {key}.txt"
+            f"{place}: has no label ({', '.join([*files][:5])}); add {' or '.join(f'{key}.{kind}' for kind in wanted)}"
         )
     offset, size = files[kind]
     f.seek(offset)

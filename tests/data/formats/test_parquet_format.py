@@ -10,6 +10,7 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import dali, dataset
+from paddle_resnet.data import parquet_files
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.errors import DataError, UsageError
 from paddle_resnet.utils.mode import Mode
@@ -86,7 +87,7 @@ def test_run_trains_and_evaluates(run_train, images, tmp_path):
         (lambda images: [*images[:9], (images[9][0], 3)], r"@9: has label 3, but --num-of-class 3 allows 0 to 2; "),
         (
             lambda images: [*images[:9], (images[9][0], -1)],
-            "@9: has label -1, which is not a whole number from 0; run",
+            "@9: has label -1, which is not a whole number from 0 to 2147483647; run",
         ),
         (lambda images: [*images[:9], (images[9][0], None)], "@9: has label None, which is not a whole number from"),
         (
@@ -130,11 +131,32 @@ def test_unusable_files_are_errors(images, tmp_path):
     write(tmp_path, images)
     path = tmp_path / NAME.format("val")
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(UsageError, match=f"{path}: damaged, or not readable"):
+    with pytest.raises(UsageError, match=f"{path}: damaged \\("):
         DataRoot(tmp_path).open(Mode.EVAL, 3, 0)
+    (tmp_path / "val-00000-of-00001-0123456789abcdef.parquet").touch()
+    with pytest.raises(UsageError, match="has 2 val files, but 1 according to their names .*; move those of other"):
+        DataRoot(tmp_path, "parquet", label_offset=0).listed(Mode.EVAL)
+    (tmp_path / "val-00000-of-00001-0123456789abcdef.parquet").unlink()
     path.rename(tmp_path / "val-00000-of-00002.parquet")
     with pytest.raises(UsageError, match="has 1 of 2 val files; add the missing ones"):
         DataRoot(tmp_path, label_offset=0).listed(Mode.EVAL)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied"), "cannot be read .Permission denied.; make it readable"),
+        (OSError("Corrupt snappy compressed data."), "damaged .Corrupt snappy compressed data..; download it again$"),
+    ],
+)
+def test_unreadable_file_is_not_reported_as_damaged(images, tmp_path, monkeypatch, error, message):
+    def fail(path):
+        raise error
+
+    write(tmp_path, images)
+    monkeypatch.setattr(parquet_files, "_Parquet", fail)
+    with pytest.raises(UsageError, match=f"{NAME.format('val')}: {message}"):
+        DataRoot(tmp_path).open(Mode.EVAL, 3, 0)
 
 
 def test_missing_column_is_an_error(tmp_path):

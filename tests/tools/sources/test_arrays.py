@@ -312,7 +312,7 @@ BAD = {
     ),
     "label out of range": (
         changed(FLAT, "batches.meta", lambda _: pickle.dumps({b"label_names": [b"a", b"b", b"c"]}, 4)),
-        "data_batch_1: image 2: has label 3, but there are only 3 class names",
+        "data_batch_1: image 2: has label 3, but the data set has only 3 class names",
     ),
     "binary cut": (
         changed(cifar10_binary, "test_batch.bin", lambda data: data[:-1]),
@@ -341,7 +341,7 @@ BAD = {
     ),
     "fewer labels": (
         changed(mnist(False), "train-labels-idx1-ubyte", lambda _: idx(np.zeros(3, np.uint8))),
-        "train-images-idx3-ubyte: has 20 images, but 3 labels; download it again",
+        "train-images-idx3-ubyte: has 20 images, but 3 labels; use matching files",
     ),
     "training images missing": (
         removed(mnist(True), "train-images-idx3-ubyte.gz"),

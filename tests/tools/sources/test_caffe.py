@@ -113,7 +113,7 @@ def test_remedy_for_pixels_of_other_types(tmp_path, capsys):
 def test_labels_that_are_not_classes_are_reported_without_a_flag(tmp_path, capsys):
     write(tmp_path / "x", lambda k, i: {**encoded(k, i), "label": 100 * k})
     error = error_of_import(tmp_path / "x", capsys, "--as", "lmdb")
-    assert error.endswith("has label 200, but there are only 28 images; number the classes from 0\n")
+    assert error.endswith("has label 200, but the data set has only 28 images; number the classes from 0\n")
     write(tmp_path / "y", encoded)  # obey the message
     assert colors_match(sources.read(tmp_path / "y", "lmdb")[1]["train"])
 

@@ -181,7 +181,7 @@ def test_official_archives_are_imported_without_unpacking(tmp_path, capsys, to):
     assert dataset.main(command) == 2
     error = capsys.readouterr().err
     problem = "has 20 of 1281167 training images, 8 of 50000 validation images, 4 of 1000 classes"
-    assert f"{problem}; add the missing files, or use --allow-partial" in error
+    assert f"{problem}; add the missing files, or use --allow-partial to import these images" in error
     assert not (tmp_path / "x").exists()
     assert dataset.main([*command, "--allow-partial"]) == 0
     output = capsys.readouterr()

@@ -199,17 +199,20 @@ def paths_only(root):
 BAD = {
     "truncated": (
         cut("data/train-00001-of-00002.parquet", 9),
-        "train-00001-of-00002.parquet: damaged, or not readable",
+        "train-00001-of-00002.parquet: damaged (",
     ),
-    "truncated Arrow file": (cut("train/data-00001-of-00002.arrow", 8), "data-00001-of-00002.arrow: damaged, or not"),
-    "wrong offsets": (wrong_offsets, "data-00001-of-00002.arrow: damaged, or not readable ("),
+    "truncated Arrow file": (
+        cut("train/data-00001-of-00002.arrow", 8),
+        "data-00001-of-00002.arrow: damaged (truncated",
+    ),
+    "wrong offsets": (wrong_offsets, "data-00001-of-00002.arrow: damaged ("),
     "missing": (missing, "data: 1 of 2 files are missing (train-00001-of-00002.parquet); download them"),
     "other classes": (of_other_classes, "train-00001-of-00002.parquet: contains different class names than"),
     "two data sets": (two_sets, "the folders large, small contain different data sets; import one folder, such as"),
     "label missing": (unlabeled, "train-00001-of-00002.parquet: row 2 of group 0: label None is not a class"),
     "label out of range": (
         lambda root: hub(root, label=lambda k: k + 2),
-        "train-00000-of-00002.parquet: row 0 of group 0: has label 4, but there are only 4 class names",
+        "train-00000-of-00002.parquet: row 0 of group 0: has label 4, but the data set has only 4 class names",
     ),
     "no images": (paths_only, "row 0 of group 0 contains no image in the column image; write the file again"),
     "no training images": (

@@ -197,7 +197,7 @@ BAD = {
     ),
     "label out of range": (
         one(lambda entries: {name: k + 99 * (k == 3) for k, name in entries}),
-        "labels.json: record 2: has label 102, but there are only 20 images",
+        "labels.json: record 2: has label 102, but the data set has only 20 images",
     ),
     "damaged .mat": (lambda root: put(root / "labels.mat", b"x" * 200), "labels.mat: damaged ("),
 }

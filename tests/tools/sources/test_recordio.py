@@ -106,7 +106,7 @@ def test_flags_choose_among_detected_kinds(tmp_path):
 def test_remedy_for_labels_that_are_not_classes_names_only_flags_that_exist(tmp_path, capsys):
     write(tmp_path / "x", lambda k: [100 * k + 100])
     error = error_of_import(tmp_path / "x", capsys, "--as", "recordio")
-    assert error.endswith("has label 300, but there are only 28 images; number the classes from 0\n")
+    assert error.endswith("has label 300, but the data set has only 28 images; number the classes from 0\n")
     write(tmp_path / "y", lambda k: [100 * k + 100, k])
     error = error_of_import(tmp_path / "y", capsys, "--as", "recordio", "--label-index", "0")
     assert error.endswith("number the classes from 0, or choose different labels with --label-index\n")

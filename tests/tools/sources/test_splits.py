@@ -85,15 +85,15 @@ def test_numbers_of_classes(labels, names, from_one, expected):
 @pytest.mark.parametrize(
     ("labels", "names", "message"),
     [
-        (["a", "c"], ("a", "b"), "row 1: label c is not one of 2 class names"),
+        (["a", "c"], ("a", "b"), "row 1: label c is not one of the 2 class names"),
         ([0, -1], None, "row 1: label -1 is not a class"),
         ([0, None], None, "row 1: label None is not a class"),
         (["a", None], None, "row 0: label a is not a class"),
         ([0, 0.5], None, "row 1: label 0.5 is not a class"),
         ([0, True], None, "row 1: label True is not a class"),
-        ([0, 2], None, "row 1: has label 2, but there are only 2 images; number"),
-        ([0, 2], ("a", "b"), "row 1: has label 2, but there are only 2 class names; number"),
-        ([1, 3], ("a", "b"), "row 1: has label 3, but there are only 2 class names; number"),
+        ([0, 2], None, "row 1: has label 2, but the data set has only 2 images; number"),
+        ([0, 2], ("a", "b"), "row 1: has label 2, but the data set has only 2 class names; number"),
+        ([1, 3], ("a", "b"), "row 1: has label 3, but the data set has only 2 class names; number"),
     ],
 )
 def test_labels_that_are_not_classes_are_rejected(labels, names, message):

@@ -379,7 +379,7 @@ BAD = {
     ),
     "label too large": (
         table("id,label\nt0a,0\nt0b,99\n"),
-        "line 3: has label 99, but there are only 2 images; number",
+        "line 3: has label 99, but the data set has only 2 images; number",
     ),
     "negative label": (table("id,label\nt0a,0\nt0b,-1\n"), "line 3: label -1 is not a class"),
     "fraction": (table("id,label\nt0a,0.0\nt0b,0.5\n"), "line 3: label 0.5 is not a class"),
