@@ -441,7 +441,7 @@ def test_invalid_command_exits_with_code_2_and_an_error(checkpoint, val_images, 
     [
         (lambda folder: lengthen(folder / "model.pdmodel"), "bytes instead of "),
         (lambda folder: flip_a_bit(folder / "model.pdiparams"), "pdiparams does not match its sha256 in model.json"),
-        (lambda folder: (folder / "model.pdiparams").unlink(), ": damaged (model.pdiparams cannot be read"),
+        (lambda folder: (folder / "model.pdiparams").unlink(), ": unusable (model.pdiparams cannot be read"),
         (
             lambda folder: change(folder / "model.json", files={}),
             "`files` lacks the size or sha256 of model.*",

@@ -63,7 +63,9 @@ def add(step: "StepBuilder") -> None:
     if not alphas:
         return
     if step.batch_size < 2:
-        raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use larger batches (--batch-size, --sizes)")
+        raise UsageError(
+            f"--{next(iter(alphas))}: requires at least two images per batch; use larger batches (--batch-size, --sizes)"
+        )
     (height, width), schedule, random = step.image_size, step.schedule, step.random("mix")
 
     @functools.lru_cache(1)  # draw once per batch, for rows, columns and fraction

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paddle_resnet.models import user_file
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from paddle import nn, static
@@ -158,8 +158,8 @@ def _declared_ends(arch, model, channels):
         first, last = getattr(model, "first", None), getattr(model, "last", None)
     if not isinstance(first, nn.Conv2D) or first.weight.shape[1] != channels:
         raise UsageError(
-            f"{flag}: the network needs an attribute `first`, a Conv2D with {channels} input channels; set it to the "
-            "convolution that reads the images"
+            f"{flag}: the network needs an attribute `first`, a Conv2D without groups that has "
+            f"{counted(channels, 'input channel')}; set it to the convolution that reads the images"
         )
     if not isinstance(last, nn.Linear) or last.bias is None:
         raise UsageError(f"{flag}: the network needs an attribute `last`, a Linear with bias; set it to the classifier")
@@ -180,9 +180,8 @@ def logits(model: "nn.Layer", images: "static.Variable", arch: str, num_classes:
         out = model(images)
     shape = list(getattr(out, "shape", []))
     if shape[1:] != [num_classes]:
-        raise UsageError(
-            f"--model-arch-name {arch}: the network's output has the shape {shape}; return logits [N, {num_classes}]"
-        )
+        found = f"has the shape {shape}" if hasattr(out, "shape") else f"is a {type(out).__name__}"
+        raise UsageError(f"--model-arch-name {arch}: the network's output {found}; return logits [N, {num_classes}]")
     return out
 
 

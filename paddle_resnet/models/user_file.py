@@ -107,4 +107,4 @@ def _read(arch):
             return file.read()
     except (OSError, ValueError) as e:  # ValueError: the path contains a null byte
         reason = getattr(e, "strerror", None) or e
-        raise UsageError(f"--model-arch-name {arch}: {path} cannot be read ({reason}); use an existing file") from e
+        raise UsageError(f"--model-arch-name {arch}: {path} cannot be read ({reason}); use a readable file") from e

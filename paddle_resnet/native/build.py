@@ -184,7 +184,10 @@ def _compile_operators(target, source=SOURCES / "operators.cc"):
     # each would spin on the cores that the other needs. Paddle's wheels for ARM use the compiler's runtime.
     runtime = libraries.parent / "libs/libiomp5.so"
     command += [str(runtime)] if runtime.exists() else []
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as e:
+        raise Unavailable(f"{command[0]} cannot be run ({e.strerror})") from e
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[-300:]]
         raise Unavailable(f"{_compiler()[0]} failed: {errors[0]}")

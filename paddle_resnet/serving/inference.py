@@ -242,7 +242,7 @@ def open_paddle(folder: str | Path, device: str, logits: bool = False) -> Model:
     try:
         program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
     except folders.DamagedError as e:
-        raise UsageError(f"{folder}: damaged ({e}); export it again") from e
+        raise UsageError(f"{folder}: unusable ({e}); export it again") from e
     program = _with_logits(program) if logits else program
     settings = inference.Config()
     settings.set_model_buffer(program, len(program), parameters, len(parameters))

@@ -106,10 +106,7 @@ def write_records(root, images, data_format, bad):
 @pytest.mark.parametrize(
     ("data_format", "bad", "reason"),
     [
-        *(
-            ("tfrecord", label, "one whole number in image/class/label, but found 1 image and")
-            for label in TFRECORD_LABELS.values()
-        ),
+        *(("tfrecord", label, "one whole number in image/class/label, but ") for label in TFRECORD_LABELS.values()),
         ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels, but only --multi-label reads more"),
         ("lmdb", {"encoded": True}, ""),
     ],
@@ -158,7 +155,7 @@ def test_bad_label_among_labels_from_1_is_reported_and_can_be_skipped(
     assert run_train("--run-scope", "train_only", image_root=root)[0] == 2
     captured = capsys.readouterr()
     assert f"the labels in the TFRecord files in {root} start at 1, so 1 is subtracted" in captured.out
-    assert captured.err.count(place) == 1 and "one number in image/class/label" in captured.err
+    assert captured.err.count(place) == 1 and "one whole number in image/class/label" in captured.err
     # Obey the message.
     assert dataset.main(["verify", str(root), "--run-scope", "train_only", "--fix-list", str(bad_list)]) == 1
     skip = DataRoot(root, skip_list=bad_list).skip

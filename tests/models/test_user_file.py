@@ -179,7 +179,7 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
             "(32, num_classes, bias_attr=False)",
             ["needs an attribute `last`, a Linear with bias"],
         ),
-        (".flatten(1))", ".flatten(1)), images", ["has the shape []; return logits [N, 3]"]),
+        (".flatten(1))", ".flatten(1)), images", ["is a tuple; return logits [N, 3]"]),
         ("(32, num_classes)", "(32, 5)", ["has the shape [-1, 5]; return logits [N, 3]"]),
         (".flatten(1))", ".flatten(1)).unsqueeze(1)", ["has the shape [-1, 1, 3]; return logits [N, 3]"]),
         ("class Net(nn.Layer):", "def Net(**_): return 3\nclass Other(nn.Layer):", ["returns int; return a paddle.nn"]),
@@ -217,9 +217,9 @@ def test_errors_of_registered_networks_are_unchanged():
 @pytest.mark.parametrize(
     ("arch", "problem"),
     [
-        ("nowhere.py:Net", "nowhere.py cannot be read (No such file or directory); use an existing file"),
-        ("folder.py:Net", "folder.py cannot be read (Is a directory); use an existing file"),
-        ("\0.py:Net", "\0.py cannot be read (embedded null byte); use an existing file"),
+        ("nowhere.py:Net", "nowhere.py cannot be read (No such file or directory); use a readable file"),
+        ("folder.py:Net", "folder.py cannot be read (Is a directory); use a readable file"),
+        ("\0.py:Net", "\0.py cannot be read (embedded null byte); use a readable file"),
         ("net.py", "unknown network; use one of ResNet18, "),
         ("net.py:../Net", "unknown network; use one of ResNet18, "),
         ("net.py:N\u00e9", "unknown network; use one of ResNet18, "),
@@ -256,7 +256,7 @@ def test_file_is_compared_between_processes(file, parse, monkeypatch):
 def test_huge_file_is_not_read(file):
     os.truncate("net.py", 2**24 + 1)
     with pytest.raises(
-        UsageError, match=r"net.py cannot be read \(16777217 bytes, limit 16777216\); use an existing file"
+        UsageError, match=r"net.py cannot be read \(16777217 bytes, limit 16777216\); use a readable file"
     ):
         models.registered_name("net.py:Net")
 

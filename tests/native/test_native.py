@@ -1281,6 +1281,15 @@ def test_error_of_compiler_is_reported(tmp_path, environment, output, problem):
     assert str(error.value) == f"sh failed: {problem}"
 
 
+def test_compiler_that_cannot_be_run_is_reported(tmp_path, environment):
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"\0")
+    compiler.chmod(0o755)
+    environment(CXX=str(compiler))
+    with pytest.raises(native.Unavailable, match=rf"^{compiler} cannot be run \(Exec format error\)$"):
+        native._compile_operators(tmp_path / "target")
+
+
 class FakeNVRTC:
     """NVRTC's functions, which write "cubin" or a log. The attribute `options` contains the compiler options."""
 

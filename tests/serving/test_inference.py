@@ -206,7 +206,7 @@ def test_export_is_opened_with_paddle_inference(monkeypatch, environment, tmp_pa
     inference.open_paddle(tmp_path, device, logits=True)
     assert made[0] == ("set_model_buffer", b"program with logits", 19, b"values", 6)
     (tmp_path / "model.pdiparams").write_bytes(b"valuez")
-    with pytest.raises(UsageError, match=rf"^{tmp_path}: damaged \(.*model.pdiparams.*sha256.*; export it again$"):
+    with pytest.raises(UsageError, match=rf"^{tmp_path}: unusable \(.*model.pdiparams.*sha256.*; export it again$"):
         inference.open_paddle(tmp_path, device)
 
 
