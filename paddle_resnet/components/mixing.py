@@ -64,7 +64,8 @@ def add(step: "StepBuilder") -> None:
         return
     if step.batch_size < 2:
         raise UsageError(
-            f"--{next(iter(alphas))}: requires at least two images per batch; use larger batches (--batch-size, --sizes)"
+            f"--{next(iter(alphas))}: requires at least two images per batch; use larger batches (--batch-size, "
+            "--sizes)"
         )
     (height, width), schedule, random = step.image_size, step.schedule, step.random("mix")
 

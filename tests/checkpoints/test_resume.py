@@ -288,7 +288,7 @@ def test_resume_skips_damaged_newest_checkpoint(run_train, uninterrupted, tmp_pa
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "2", "--epochs", "4"]
     code, _ = run_train(*flags)
     assert code == 2
-    assert_one_error(capsys.readouterr().err, ["output/Tiny/2 is damaged", "choose a different"])
+    assert_one_error(capsys.readouterr().err, ["output/Tiny/2 is unusable", "choose a different"])
 
 
 def test_resume_with_only_damaged_checkpoints_is_rejected(run_train, tmp_path, capsys):
