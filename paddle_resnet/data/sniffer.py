@@ -262,7 +262,7 @@ def _unlabeled(root, paths, is_image):
     for path in paths:
         names = header(os.path.join(root, path)) if _TABLE.fullmatch(path) else []
         at = image_columns(os.path.join(root, path), is_image) if len(names) > 2 else []
-        if at and not any(map(is_image, names)):
+        if at and not any(map(is_image, names)) and not label_columns(os.path.join(root, path)):
             run = command(
                 "dataset", "import", os.path.join(root, path), "--output", f"{os.path.abspath(root)}_imported"
             )
