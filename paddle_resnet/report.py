@@ -14,7 +14,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.utils import exit_codes, files, logger, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import program
+from paddle_resnet.utils.errors import UsageError, program
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,14 +43,18 @@ def write_page(path: str | Path, report_file: str | Path, model_arch_name: str |
     """
     from paddle_resnet.results import page
 
-    def draw(checkpoint):
+    def draw(checkpoint, evaluation):
         with signals.importing_paddle():
             from paddle_resnet.machine import compat
 
             compat.check_version()
             from paddle_resnet.serving import heat_maps
         own = model_arch_name if user_file.split(model_arch_name or "") else None
-        return partial(heat_maps.overlay, heat_maps.open_model(checkpoint, model_arch_name=own))
+        model = heat_maps.open_model(checkpoint, model_arch_name=own)
+        recorded = model.description["evaluated"] or {}
+        if any(recorded.get(name, value) != value for name, value in evaluation.items()):
+            raise UsageError(f"{checkpoint}: was written by a different run, because its evaluation differs")
+        return partial(heat_maps.overlay, model)
 
     page.write(path, report_file, draw)
 
@@ -89,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
 def _compare(runs, html, model_arch_name):
     from paddle_resnet.results import comparison
 
+    if model_arch_name and (html is None or len(runs) > 1):
+        problem = "requires --html and a single RUN"
+        raise UsageError(f"--model-arch-name {model_arch_name}: {problem}; remove --model-arch-name")
     own = model_arch_name and registered_name(model_arch_name)
     comparison.compare(runs, html, lambda path, report: write_page(path, report, own))
 

@@ -29,6 +29,26 @@ def test_page_runs_a_file_only_if_a_flag_names_it(own_network, tmp_path, capsys)
     assert again.read_text() == own_network.read_text()
 
 
+def test_page_has_no_heat_maps_of_a_later_run(run_train, tmp_path):
+    """A later run in the same folder has replaced the checkpoint, and its network can have fewer classes."""
+    first, again = tmp_path / "first.html", tmp_path / "again.html"
+    run_train("--lr", "1e-12", "--report-html", first, "--report-file", tmp_path / "first.json")
+    assert run_train("--lr", "1e-12", "--overwrite", "--seed", "5")[0] == 0
+    assert 'alt="heat map of' in first.read_text()
+    assert report.main([str(tmp_path / "first.json"), "--html", str(again)]) == 0
+    text = again.read_text()
+    assert 'alt="heat map of' not in text
+    reason = "was written by a different run, because its evaluation differs"
+    assert f"No heat maps: {tmp_path}/output/Tiny/best: {reason}" in text
+
+
+@pytest.mark.parametrize("flags", [[], ["other", "--html", "x.html"]], ids=["no page", "several runs"])
+def test_network_without_page_of_single_run_is_an_error(flags, tmp_path, capsys):
+    assert report.main([str(tmp_path), *flags, "--model-arch-name", "ResNet50"]) == 2
+    message = "--model-arch-name ResNet50: requires --html and a single RUN; remove --model-arch-name"
+    assert message in capsys.readouterr().err
+
+
 def test_unknown_network_is_an_error(tmp_path, capsys):
     assert report.main([str(tmp_path), "--html", "x.html", "--model-arch-name", "ResNet7"]) == 2
     assert "--model-arch-name ResNet7: unknown network" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,13 +124,13 @@ def check_resumed(checkpoint: StartCheckpoint | None, teacher: Teacher | None) -
     if recorded is None and teacher is not None:
         raise UsageError(f"{checkpoint.label}: was trained without --teacher; use --teacher None, or start a new run")
     if recorded is not None and teacher is None:
-        remedy = f"use --teacher {recorded['folder']}, or start a new run"
+        remedy = f"use --teacher {shlex.quote(recorded['folder'])}, or start a new run"
         raise UsageError(f"{checkpoint.label}: was trained with --teacher; {remedy}")
     if recorded is not None and recorded["sha256"] != teacher.sha256:
         raise UsageError(
             f"--teacher {teacher.weights.parent}: {teacher.weights.name} differs from the weights with which "
-            f"{checkpoint.folder} was trained; use --teacher {recorded['folder']} with its original weights, or start "
-            "a new run"
+            f"{checkpoint.folder} was trained; use --teacher {shlex.quote(recorded['folder'])} with its original "
+            "weights, or start a new run"
         )
 
 

@@ -33,17 +33,17 @@ MATRIX = 24  # maximum number of classes in the confusion matrix
 def write(
     path: str | Path,
     report_file: str | Path,
-    open_drawer: Callable[[Path], Drawer] | None = None,
+    open_drawer: Callable[[Path, dict[str, float]], Drawer] | None = None,
 ) -> None:
     """Write the page of a run.
 
     Args:
         path: path of the page to write.
         report_file: path of a report. The CSV files next to the report are from the best evaluation of the run.
-        open_drawer: function that opens the checkpoint in a folder, and returns a function draw(content of an image
-            file, label) that returns the JPEG file of a heat map. open_drawer raises UsageError if the checkpoint
-            cannot be used or the network has no heat maps; draw raises ValueError if the image cannot be drawn. If
-            open_drawer is None, the page contains no heat maps.
+        open_drawer: function that opens the checkpoint in a folder, whose evaluation must have the given metrics, and
+            returns a function draw(content of an image file, label) that returns the JPEG file of a heat map.
+            open_drawer raises UsageError if the checkpoint cannot be used or the network has no heat maps; draw raises
+            ValueError if the image cannot be drawn. If open_drawer is None, the page contains no heat maps.
     Raises:
         UsageError: report_file or one of the run's tables cannot be read or does not match the schema.
         RunError: the page cannot be written.
@@ -258,7 +258,7 @@ def _add_heat_maps(run, worst, rows, open_drawer):
     if open_drawer is None or checkpoint is None:
         return "the evaluated checkpoint was not found"
     try:
-        draw, images = open_drawer(checkpoint), _images(run)
+        draw, images = open_drawer(checkpoint, run.best_evaluation()), _images(run)
     except UsageError as e:
         return str(e)
     for row in worst:

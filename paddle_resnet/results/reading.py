@@ -185,6 +185,12 @@ class Run:
             places = [*evaluated, *(folder / path.name for path in evaluated for folder in self.folders())]
         return next((place for place in places if os.path.isdir(place)), None)
 
+    def best_evaluation(self) -> dict[str, float]:
+        """Return the loss and the main metric of the evaluation that the checkpoint of a training run contains; {} if
+        they are unknown."""
+        metrics = {name: self.summary.get(f"best.val.{name}") for name in ("loss", self.main_metric)}
+        return {name: value for name, value in metrics.items() if value is not None}
+
     def changed_flags(self) -> dict[str, Any]:
         """Return {flag: value} of the explicit parameters of the last start. If a report from an older version does not
         list explicit flags, return the parameters that differ from the defaults."""

@@ -7,7 +7,9 @@ this module instead of dataset.py, because this module imports neither Paddle no
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import hashlib
 import io
 import multiprocessing
 import os
@@ -73,7 +75,7 @@ class Pair:
 
 @dataclass
 class Report:
-    """The result of a search.
+    """The result of a search for duplicates.
 
     Attributes:
         images: {"train": number of compared images, "val": ...}.
@@ -281,12 +283,38 @@ def by_features(
 
 def _report(images, closest, unreadable):
     pairs = []
+    copies = _copies(images, [i for i, *_, matches in closest if matches > 1])
     for i, k, distance, matches in closest:
-        val, train = images[Mode.EVAL][i], images[Mode.TRAIN][k]
+        val, train = images[Mode.EVAL][i], images[Mode.TRAIN][copies.get(i, k)]
         kind, val_label, train_label = _compare(val, train)
         pairs.append(Pair(kind, distance, val.name, val_label, train.name, train_label, matches))
     pairs.sort(key=lambda pair: ((FILE, PIXELS, SIMILAR).index(pair.kind), pair.distance, pair.val))
     return Report({mode.value: len(images[mode]) for mode in Mode}, pairs, unreadable)
+
+
+def _copies(images, indexes):
+    """Return {index of a validation image: index of the first training image with the same content} for those of the
+    validation images `indexes` that have such a copy. It is as close as the closest image, but may come later."""
+    wanted, sizes, copies = {}, set(), {}
+    for i in indexes:
+        if (data := _content(images[Mode.EVAL][i])) is not None:
+            wanted.setdefault(hashlib.sha256(data).digest(), []).append(i)
+            sizes.add(len(data))
+    for k, image in enumerate(images[Mode.TRAIN]):
+        if not wanted:
+            break
+        with contextlib.suppress(OSError):  # the file may have been removed
+            if image.kind is None and os.path.getsize(image.path) not in sizes:
+                continue
+        if (data := _content(image)) is not None and len(data) in sizes:
+            copies.update(dict.fromkeys(wanted.pop(hashlib.sha256(data).digest(), []), k))
+    return copies
+
+
+def _content(image):
+    """Return the content of an image file, or None if it can no longer be read."""
+    with contextlib.suppress(OSError, UsageError):
+        return read_image(image)[0]
 
 
 def _compare(first, second):

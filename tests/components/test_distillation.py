@@ -447,6 +447,17 @@ def test_resumed_run_with_different_teacher_is_an_error(stopped, run_train, tmp_
     assert run_train(*flags, "--resume", "--teacher", checkpoint)[0] == 0  # the remedy
 
 
+def test_remedy_quotes_folder(run_train, tmp_path, capsys):
+    folder = tmp_path / "a teacher"
+    assert run_train()[0] == 0
+    (tmp_path / "output/Tiny/0").rename(folder)
+    flags = [*STUDENT, "--output-dir", tmp_path / "student"]
+    assert run_train(*flags, "--teacher", folder)[0] == 0
+    capsys.readouterr()
+    assert run_train(*flags, "--resume", "--epochs", "2", "--teacher", "None")[0] == 2
+    assert_one_error(capsys.readouterr().err, [f"use --teacher {shlex.quote(str(folder))}, or start a new run"])
+
+
 def test_teacher_cannot_be_added_to_run(run_train, checkpoint, tmp_path, capsys):
     assert run_train(*STUDENT)[0] == 0
     capsys.readouterr()

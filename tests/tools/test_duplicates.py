@@ -70,6 +70,15 @@ def test_all_record_formats_can_be_compared(root, tmp_path, data_format):
     ]
 
 
+def test_the_same_file_comes_before_other_images_of_the_same_distance(root, capsys):
+    """The hash of a gray image equals that of the colored image."""
+    (root / "train/b/9.png").write_bytes((root / "train/a/3.png").read_bytes())
+    save(root / "train/a/3.png", Image.open(root / "train/a/3.png").convert("L"))
+    shutil.copy(root / "train/b/9.png", root / "val/a/9.png")
+    assert dataset.main(["duplicates", str(root)]) == 1
+    assert "same file: val/a/9.png = train/b/9.png and 1 more (labels 0 and 1)\n" in capsys.readouterr().out
+
+
 def test_labels_of_records_are_known_after_a_comparison_of_features(root, tmp_path):
     data_files.write(root, tmp_path / "records", "tfrecord", 2, workers=2)
 
