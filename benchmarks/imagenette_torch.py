@@ -155,7 +155,7 @@ class MaxBlurPool(nn.Module):
     leaderboard's results replace all max pooling.
 
     kornia blurs with [1, 4, 6, 4, 1] / 16, reflecting the border, and averages 2x2 pixels. Together, the filter is [1,
-    5, 10, 10, 5, 1] / 32 in both directions. Two matrix products apply this filter, instead of a depthwise convolution.
+    5, 10, 10, 5, 1] / 32 in both directions. Two matrix products apply the filter, instead of a depthwise convolution.
     """
 
     FILTER = (1, 5, 10, 10, 5, 1)

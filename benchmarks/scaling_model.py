@@ -8,8 +8,8 @@ job is the sum of these parts:
 - a constant if there are several nodes (Setup.several_nodes_s);
 - lost time that is fitted to measurements: either a constant overhead, or jitter, which arises because a job waits for
   its slowest GPU. On H200s, the lost time is constant: a step loses 0.9 ms, including all-reduces, with both 2 and 4
-  GPUs. Active NVLink causes this overhead: it draws 26 W of each GPU's 700 W power limit, which lowers the GPU's clock
-  (benchmarks/log/multi_gpu_h200.md).
+  GPUs. Active NVLink causes the loss of 0.9 ms: NVLink draws 26 W of each GPU's 700 W power limit, which lowers the
+  GPU's clock (benchmarks/log/multi_gpu_h200.md).
 """
 
 import argparse
@@ -57,8 +57,9 @@ def all_reduce_s(setup: Setup, gpus: int, size: float) -> float:
     """Return the seconds that an all-reduce of `size` bytes takes.
 
     Within a node, the all-reduce is a ring: each of n GPUs sends 2 (n-1)/n of the bytes. Between nodes, the all-reduce
-    is also a ring. The GPUs of a node divide the bytes among themselves, so that the node sends each byte once. The
-    latency grows with the logarithm of the number of nodes, as in a tree.
+    is also a ring: each of n nodes sends 2 (n-1)/n of the bytes. The number does not depend on the GPUs per node,
+    because the GPUs of a node divide the bytes among themselves. The latency grows with the logarithm of the number of
+    nodes, as in a tree.
     """
     local = min(gpus, setup.gpus_per_node)
     nodes = math.ceil(gpus / setup.gpus_per_node)

@@ -330,8 +330,8 @@ def _add_import(commands):
         "--class-depth",
         type=_class_depth,
         metavar="N",
-        help="number of nested folders that form a class, counted from the split or, if negative, from the image "
-        "(default: detected)",
+        help="number of nested folders that form a class, counted from the split or, if negative, from the image; all: "
+        "all folders (default: detected)",
     )
     _add_shards(command)
     command.add_argument(
@@ -653,9 +653,11 @@ def _fraction(text):
 
 
 def _class_depth(text):
+    if text == "all":
+        return 0
     value = numbers.integer(-9, 9)(text)
     if value == 0:
-        raise argparse.ArgumentTypeError("0 folders form no class; use a number such as 1 or -1")
+        raise argparse.ArgumentTypeError("0 folders form no class; use a number such as 1 or -1, or all")
     return value
 
 

@@ -84,3 +84,50 @@ def test_inputs_of_a_run_are_protected(tmp_path, work_in):
         (start, "epoch/x.pdema"),
     }
     assert phases.input_files(config.parse_args(TINY)) == []
+
+
+# Half precision requires a GPU, so the following tests replace the functions that change or compile programs for it.
+NATIVE = {"kernels": "native", "device": "gpu", "data_layout": "NHWC"}
+HALF = {"amp": True, "amp_dtype": "float16", "amp_level": "O2", "qat": False, "teacher": None}
+
+
+def half_precision(**flags):
+    return SimpleNamespace(**{"kernels": "paddle", "device": "gpu", "data_layout": "NCHW"} | HALF | flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, [("fold", 1)]),
+        ({"data_layout": "NHWC"}, [("fold", -1)]),
+        (NATIVE, [("fuse",)]),
+        *((NATIVE | other, []) for other in ({"device": "cpu"}, {"data_layout": "NCHW"})),
+        *((NATIVE | other, []) for other in ({"amp_level": "O1"}, {"amp_dtype": "bfloat16"})),
+    ],
+    ids=str,
+)
+def test_custom_kernels_fold_only_convolutions_that_they_fuse(monkeypatch, flags, expected):
+    monkeypatch.setattr(phases.folding, "fold_batch_norms", lambda program, exe, axis: ("fold", axis))
+    monkeypatch.setattr(phases.folding, "fuse_convolutions", lambda program, exe, prefix: (2, ("fuse",)))
+    assert phases._fold(half_precision(**flags), "exe", "program") == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "trains", "expected"),
+    [
+        ({}, True, ["averages", "folded"]),
+        ({"qat": True}, True, ["averages"]),
+        ({"amp": False}, True, ["averages"]),
+        ({}, False, ["folded"]),
+    ],
+    ids=str,
+)
+def test_bn_is_folded_after_the_weights_are_averaged(monkeypatch, flags, trains, expected):
+    updates = []
+    monkeypatch.setattr(phases.averages, "evaluate", lambda *programs: lambda: updates.append("averages"))
+    monkeypatch.setattr(phases, "_fold", lambda *programs: [lambda: updates.append("folded")])
+    monkeypatch.setattr(phases.program, "compile_prog", lambda *arguments, **options: None)
+    args, training = half_precision(**flags), phases.Work(None, None, "training", None) if trains else None
+    _, evaluation = phases.compile_programs(args, "exe", training, phases.Work(args, None, "evaluation", None))
+    evaluation.refresh()
+    assert updates == expected

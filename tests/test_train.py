@@ -117,6 +117,8 @@ def test_benchmark_reports_latency_and_writes_no_output(run_train, tmp_path, sco
     assert result["steps"] == 7
     assert result["ips"] > 0
     assert result["latency_p50_ms"] <= result["latency_p99_ms"]
+    is_evaluated = scope == "eval_only"  # steps of a training benchmark are not an epoch
+    assert any(len(entry["step"]) == 1 for entry in report) == is_evaluated
     assert (tmp_path / "output").is_file()
 
 

@@ -95,9 +95,9 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 def add(step: "StepBuilder") -> None:
     """Complete the update, for which Paddle's minimize has added one operator per parameter. With Paddle's kernels,
-    these operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If Paddle lacks
-    the update rule, `rewrite` of the rule then changes Paddle's operators. With custom kernels, update_natively
-    replaces Paddle's operators."""
+    Paddle's update operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If
+    Paddle lacks the update rule, `rewrite` of the rule then changes Paddle's operators. With custom kernels,
+    update_natively replaces Paddle's operators."""
     from paddle_resnet import graph
 
     block, rule = graph.block(step.main), OPTIMIZERS[step.part(Settings).optimizer]
@@ -146,8 +146,8 @@ def update_natively(block: "graph.Block", rule: "table.Rule", factor: "static.Va
 def _place_state(startup_prog):
     """Create the entire optimizer state on the device of the program.
 
-    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators need these powers on the GPU,
-    because a captured step must not read values from the host.
+    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators need the powers of the betas
+    on the GPU, because a captured step must not read values from the host.
     """
     from paddle_resnet import graph
 

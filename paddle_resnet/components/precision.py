@@ -220,9 +220,10 @@ def cast_evaluation_program(
     been initialized or loaded.
 
     Level O1 casts the inputs of the operators that compute in half precision, and leaves the parameters in float32.
-    Level O2 casts the parameters of these operators in the scope, except parameters that were already cast for a
-    training program. The variables named in `float32` remain float32. If `for_gpu` is True, the program will run on a
-    GPU, so its operators are converted even if this build of Paddle is for CPUs and lacks their half-precision kernels.
+    Level O2 casts the parameters of the operators that compute in half precision, in the scope, except parameters that
+    were already cast for a training program. The variables named in `float32` remain float32. If `for_gpu` is True, the
+    program will run on a GPU, so its operators are converted even if this build of Paddle is for CPUs and lacks their
+    half-precision kernels.
     """
     import paddle
     from paddle import static

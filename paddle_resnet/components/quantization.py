@@ -93,7 +93,8 @@ def layers(program: "static.Program") -> list[Layer]:
 
 def insert(program: "static.Program", first: int = 0, lr_scheduler: Any = None, on_gpu: bool = False) -> None:
     """Insert 8-bit fake-quantization operators into the forward pass of the current program, in place. In the backward
-    pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
+    pass, fake-quantization operators pass gradients through unchanged (straight-through estimator; Bengio et al.,
+    arXiv:1308.3432).
 
     The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets each
     range to 0. Ranges have no gradient; in training, a range is a moving average of the largest absolute value of its

@@ -1,9 +1,9 @@
 """2:4 sparsity (ASP).
 
 The gradients of pruned weights are set to 0, and all values that belong to these weights start at 0: the weights, their
-float32 master weights, the optimizer state, the slow weights and the averages. Every update rule keeps such values at
-0. Paddle instead sets the weights to 0 after each update. With Paddle's method, the gradients of pruned weights would
-be part of the norm that --clip-grad-norm limits, and would change the optimizer state.
+float32 master weights, the optimizer state, the slow weights and the averages. Every update rule keeps the values of
+pruned weights at 0. Paddle instead sets the weights to 0 after each update. With Paddle's method, the gradients of
+pruned weights would be part of the norm that --clip-grad-norm limits, and would change the optimizer state.
 """
 
 import functools

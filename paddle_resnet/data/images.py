@@ -109,8 +109,7 @@ def read_slice(path: str, offset: int, size: int) -> bytes:
         OSError: the file cannot be read.
     """
     with open_regular(path) as f:
-        f.seek(offset)
-        data = f.read(size)
+        data = os.pread(f.fileno(), size, offset)
     if len(data) < size:
         raise UsageError(f"{path}: truncated at byte {offset + len(data)}; copy it again")
     return data

@@ -169,6 +169,11 @@ def scan(shard: str, kind: Kind) -> bytes:
             lines = kind.scan(f)
     if not lines:
         raise UsageError(f"{shard}: contains no records; remove it or write it again")
+    return content(lines, kind)
+
+
+def content(lines: list[str], kind: Kind) -> bytes:
+    """Return the content of an index file with a line per record."""
     return "".join([*kind.head(len(lines)), *lines]).encode(
         errors="surrogateescape"
     )  # file extensions in tar files can be invalid UTF-8

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from paddle_resnet.data import record_tables
 from paddle_resnet.data.image_search import SUFFIXES, ImageSearch
-from paddle_resnet.data.images import is_system_name
+from paddle_resnet.data.images import CONVERTED_SUFFIXES, is_system_name
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
 from paddle_resnet.utils.errors import UsageError, command, import_command, printable, python
 
@@ -30,7 +30,7 @@ IMAGE_COLUMNS = (
 LABEL_COLUMNS = (
     *("label", "labels", "labelid", "labelname", "class", "classname", "classid", "category", "categoryid", "target"),
     *("y", "species", "breed", "diagnosis", "tag", "tags", "variety", "dx", "choice", "gt", "groundtruth"),
-    *("finelabel", "coarselabel"),
+    *("finelabel", "coarselabel", "findinglabel", "findinglabels"),
 )
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest", "test")
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", *record_tables.SUFFIXES)
@@ -38,6 +38,10 @@ RECORD_KINDS = ("tfrecord", "webdataset", "recordio", "lmdb")  # kinds of `datas
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
 _SEARCHED_FILES = 200_000  # maximum number of files among which an image of a table is searched
+# Names of folders that contain versions of the same images, and the order in which they are preferred.
+_VERSIONS = dict.fromkeys(("color", "colour", "rgb", "original"), 1)
+_VERSIONS |= dict.fromkeys(("gray", "grey", "grayscale", "greyscale", "segmented", "masked", "masks", "edges"), 2)
+_TABLE_ROWS = 500  # number of rows of a table in which images with several labels are searched
 _RECORD_FILES = 100  # if there are more JSON or .mat files, each file probably describes one image, and none is read
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
 _LINE = 4096  # maximum length of a line of a list
@@ -153,6 +157,7 @@ class Sight:
         kind: kind of `dataset import` that reads the files, or None.
         is_certain: whether the files found are probably the data set that the user means.
         root: the folder to import.
+        is_final: whether an import without flags must stop with this remedy, instead of reading other files.
     """
 
     what: str
@@ -160,6 +165,7 @@ class Sight:
     kind: str | None = None
     is_certain: bool = False
     root: str | None = None
+    is_final: bool = False
 
 
 def look(root: str | os.PathLike[str]) -> list[Sight]:
@@ -176,7 +182,7 @@ def look(root: str | os.PathLike[str]) -> list[Sight]:
             break
         inner = os.path.join(inner, folders[0][:-1])
         below = _paths(inner)
-        sights = [sight for sight in _look(inner, below) if sight.kind] or sights
+        sights = [sight for sight in _look(inner, below) if sight.kind or sight.is_certain] or sights
     if any(sight.kind or sight.is_certain for sight in sights):
         return sights
     return [*_archives(root, paths), *sights] or [*_nested(root, paths)]
@@ -188,11 +194,13 @@ def _look(root, paths):
     for layout in LAYOUTS:
         if sight := _match(root, paths, layout, claimed, is_image):
             known.append(sight)
+    several = [*_several_labels(root, paths, is_image)]
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
-        return known
-    tables = _unlabeled(root, [path for path in paths if path not in claimed], is_image)
+        return [*several, *known]
+    others = [path for path in paths if path not in claimed]
+    tables = [*_unlabeled(root, others, is_image), *_pixels(root, others)]
     # Tar files whose names differ come first, because renaming a tar file is faster than importing it.
-    return [*_tar_files(root, paths), *known, *tables, *_too_deep(root, paths), *_outside(paths)]
+    return [*several, *_tar_files(root, paths), *known, *tables, *_too_deep(root, paths), *_outside(paths)]
 
 
 def _match(root, paths, layout, claimed, is_image):
@@ -216,6 +224,10 @@ def _match(root, paths, layout, claimed, is_image):
         return None
     claimed.update(found, (path for path in needed if not path.endswith("/")))
     todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
+    labels = label_columns(os.path.join(root, found[0])) if is_any_table else []
+    if len(labels) > 1:
+        choose = import_command(root, "--label-column", labels[0])
+        todo = f"run {choose}, with a different --label-column for a different label ({', '.join(labels[1:5])})"
     what = f"{_some(found)}: {layout.what}{_columns(root, found[0])}"
     return Sight(what, todo, layout.kind, layout.kind is not None, root)
 
@@ -227,6 +239,8 @@ def _is_usable(path, is_image, is_any_table):
         return True
     if os.path.basename(path) == "_classes.csv":
         return bool(header(path))
+    if path.endswith(".txt") and header(path):
+        return is_table(path, is_image=is_image)
     if path.endswith((".lst", ".txt")) and not re.fullmatch(_LISTS, os.path.basename(path), re.IGNORECASE):
         return is_list(path, is_image) or is_path_list(path, is_image)
     if path.endswith(".npz") and os.path.isfile(path):  # a pipe could block
@@ -240,13 +254,92 @@ def _unlabeled(root, paths, is_image):
     """Yield a Sight for each table with a column of images, but no known column of labels."""
     for path in paths:
         names = header(os.path.join(root, path)) if _TABLE.fullmatch(path) else []
-        if len(names) > 2 and (at := image_columns(os.path.join(root, path), is_image)):
+        at = image_columns(os.path.join(root, path), is_image) if len(names) > 2 else []
+        if at and not any(map(is_image, names)):
             run = command(
                 "dataset", "import", os.path.join(root, path), "--output", f"{os.path.abspath(root)}_imported"
             )
             others = ", ".join([name for i, name in enumerate(names) if i not in at][:10])
             what = f"{path}: a table of images, whose column of labels is not recognized"
             yield Sight(what, f"run `{run}` with --label-column set to one of these: {others}", None, True)
+
+
+def _several_labels(root, paths, is_image):
+    """Yield a Sight for annotations of objects, or for the first table in which the first images have several
+    labels."""
+    todo = "write train.csv and val.csv with the columns image and labels, and train with --multi-label (see "
+    todo += "docs/multilabel.md)"
+    if annotations := [path for path in paths if re.fullmatch(r"Annotations/[^/]+\.xml", path)]:
+        yield Sight(f"{_some(annotations)}: annotations of objects, as in Pascal VOC", todo, None, True, root, True)
+        return
+    for path in paths:
+        if not (_TABLE.fullmatch(path) or path.endswith(".txt")) or path.endswith("_classes.csv"):
+            continue
+        file = os.path.join(root, path)
+        several, attributes = _labels_of_images(file, is_image)
+        if not several:
+            continue
+        if attributes:
+            columns = list(attributes)
+            run = command(
+                *("dataset", "import", file, "--label-column", columns[0]),
+                *("--output", f"{os.path.abspath(root)}_imported"),
+            )
+            todo += f"; for one of the labels, run `{run}`, or choose {', '.join(columns[1:5])}"
+        elif " " in several and "," not in several and (labels := label_columns(file)):
+            run = import_command(root, "--label-column", labels[0])
+            todo += f"; if {several} is the name of one class, run {run}"
+        yield Sight(f"{path}: a table with several labels per image ({several})", todo, None, True, root, True)
+        return
+
+
+def _labels_of_images(path, is_image):
+    """Return (example of several labels, or None; names of the columns of labels with 0, 1 or -1) of the first rows of
+    a table. For is_image, see is_table."""
+    names, *rows = _rows(path, _TABLE_ROWS) or [[]]
+    rows = [row for row in rows if len(row) == len(names)]
+    at_images = image_columns(path, is_image)
+    if not rows or not at_images or any(map(is_image, names)):
+        return None, ()
+    others = [i for i in range(len(names)) if i not in at_images and normalized(names[i]) not in SPLIT_COLUMNS]
+    flags = [i for i in others if all(row[i].strip() in ("1", "-1", "0", "1.0", "0.0") for row in rows)]
+    if len(flags) > 2 and not label_columns(path):
+        counts = [sum(row[i].strip().startswith("1") for i in flags) for row in rows]
+        if any(count != 1 for count in counts):
+            row = rows[next(i for i, count in enumerate(counts) if count != 1)]
+            has = ", ".join([names[i] for i in flags if row[i].strip().startswith("1")][:3])
+            flags = [i for i in flags if len({row[i] for row in rows}) > 1]
+            return f"{row[at_images[0]]}: {has or 'none'}", tuple(names[i] for i in flags)
+    known = [i for i in others if normalized(names[i]) in LABEL_COLUMNS]
+    if len(known) != 1:
+        return None, ()
+    labels, first = {row[known[0]].strip() for row in rows}, {}
+    for row in rows:
+        label = row[known[0]].strip()
+        other = first.setdefault(row[at_images[0]], label)
+        parts = [part for delimiter in (r"\|", ";", ",", " ") if len(part := re.split(f" *{delimiter} *", label)) > 1]
+        if other != label or any(map(labels.issuperset, parts)):
+            return (label if other == label else f"{other}, {label}"), ()
+    return None, ()
+
+
+def label_columns(path: str) -> list[str]:
+    """Return the names of the columns of a table that are in LABEL_COLUMNS, in the order of LABEL_COLUMNS."""
+    names = {normalized(name): name for name in header(path)}
+    return [names[name] for name in LABEL_COLUMNS if name in names]
+
+
+def _pixels(root, paths):
+    """Yield a Sight for tables that contain the pixels of images."""
+    found = [path for path in paths if _TABLE.fullmatch(path) and _is_of_pixels(header(os.path.join(root, path)))]
+    if found:
+        yield Sight(f"{_some(found)}: tables of pixels", _WRITE)
+
+
+def _is_of_pixels(names):
+    return sum(re.fullmatch(r"pixels?|(pixel)?_?\d+|\d+x\d+", name.lower()) is not None for name in names) > 9 or (
+        "pixels" in names
+    )
 
 
 def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -260,16 +353,17 @@ def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return keys
 
 
-def advice(root: str | os.PathLike[str], only_certain: bool = False) -> str | None:
+def advice(root: str | os.PathLike[str], only_certain: bool = False, kind: str | None = None) -> str | None:
     """Return a text for the end of an error message, which states what a folder contains and what to do; or None if
     nothing is recognized.
 
     Args:
         root: path of the folder.
         only_certain: whether to return None if the files are probably not the data set that the user means.
+        kind: kind of `dataset import` that must read the files, or None for any.
     """
     sights = [sight for sight in look(root) if sight.todo] if os.path.isdir(root) else []
-    if not sights or (only_certain and not sights[0].is_certain):
+    if not sights or (only_certain and not sights[0].is_certain) or kind not in (None, sights[0].kind):
         return None
     return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
@@ -386,9 +480,27 @@ def _rows(path, count):
         if path.lower().endswith(".jsonl"):
             row = json.loads(lines[0]) if lines else None
             return [[*row], [*map(str, row.values())]][:count] if isinstance(row, dict) else []
+        if path.lower().endswith(".txt"):
+            start, names = text_header(lines)
+            return [names, *(line.split() for line in lines[start : start + count - 1])] if names else []
         reader = csv.reader(lines, delimiter=delimiter(lines[0]) if lines else ",")
         return [row for _, row in zip(range(count), reader, strict=False)]
     return []
+
+
+def text_header(lines: list[str]) -> tuple[int, list[str]]:
+    """Return (number of lines before the rows, names of the columns) of a text file whose columns are separated by
+    spaces, with a line of names, possibly after the number of rows, and possibly without a name for the images; (0, [])
+    for a different file."""
+    start = 2 if lines and lines[0].strip().isdecimal() else 1
+    if len(lines) > start:
+        names, row = lines[start - 1].split(), lines[start].split()
+        if len(row) == len(names) + 1 and len(names) > 1 and start == 2:
+            names = [record_tables.IMAGE, *names]
+        known = {normalized(name) for name in names}
+        if len(row) == len(names) > 1 and not known.isdisjoint(IMAGE_COLUMNS):
+            return start, names
+    return 0, []
 
 
 def _head(path):
@@ -454,7 +566,7 @@ def _listed(root, folder):
 
 
 def _some(paths):
-    """Return a string with up to five paths, and the number of remaining paths."""
+    """Return up to five paths and the number of the other paths as one string."""
     names = ", ".join(paths[:5])
     return f"{names} and {len(paths) - 5} more" if len(paths) > 5 else names
 
@@ -562,6 +674,8 @@ def _members(path):
 def _too_deep(root, paths):
     """Yield a Sight for class folders that are one level too deep."""
     folders = [path for path in paths if re.fullmatch(r"[^/]+/", path)]
+    if any(path.lower().endswith(CONVERTED_SUFFIXES) for path in _first_images(root, paths)):
+        return  # only the import of nested folders converts images
     for folder in folders:
         below = [path for path in paths if path.startswith(folder) and path != folder]
         inner = [path for path in below if path.endswith("/")]
@@ -583,6 +697,11 @@ def _too_deep(root, paths):
             yield Sight(f"{_some(inner)}: class folders one level too deep", todo, "nested", False, root)
 
 
+def _first_images(root, paths):
+    folders = [path for path in paths if re.fullmatch("[^/]+/[^/]+/", path)][:_SEARCHED]
+    return [name for folder in folders for name in _listed(os.path.join(root, folder), "")[:_SEARCHED]]
+
+
 def _nested(root, paths):
     """Yield a Sight for images in nested folders, such as training_set/training_set/cat/0.jpg, unless a folder has the
     name of a split or contains images."""
@@ -600,6 +719,12 @@ def _nested(root, paths):
             if name.endswith("/")
         ]
         if found := [path for path in level[:_SEARCHED] if _has_images(root, path)]:
+            if source := _copies(root, found):
+                first, *others = source
+                inner = os.path.join(root, first)
+                what = f"{first}/: class folders; {_some([f'{path}/' for path in others])}: copies of its images"
+                yield Sight(what, f"run {import_command(inner)}", "nested", False, inner)
+                return
             parents, names = zip(*(os.path.split(path[:-1]) for path in found), strict=True)
             if len({*parents}) == 1 and {name.lower() for name in names} <= SPLIT_OF.keys():  # images/train/0.jpg
                 yield Sight(f"{_some(found)}: images outside class folders", PUT)
@@ -608,6 +733,29 @@ def _nested(root, paths):
                 f"{_some(found)}: images in nested folders", f"run {import_command(root)}", "nested", False, root
             )
             return
+
+
+def _copies(root, folders):
+    """If the folders of _VERSIONS, such as color/ and grayscale/, have class folders whose images have the same names,
+    return the paths of these folders, otherwise []."""
+    classes = {}  # {folder: {class: stems of the images}}
+    for path in folders:
+        parent, name = os.path.split(path[:-1])
+        stems = [os.path.splitext(file)[0] for file in _listed(os.path.join(root, path), "") if _is_image(file)]
+        classes.setdefault(parent, {})[name] = sorted(stems)
+    first, *others = sorted(classes, key=lambda path: _VERSIONS.get(os.path.basename(path).lower(), 0))
+    if any(os.path.basename(path).lower() not in _VERSIONS for path in classes):
+        return []
+    for other in others:
+        both = classes[first].keys() & classes[other].keys()
+        if not both or not all(_are_copies(classes[first][name], classes[other][name]) for name in both):
+            return []
+    return [first, *others] if others else []
+
+
+def _are_copies(stems, others):
+    """Return whether two sorted lists of names are equal, except for an ending such as _masked in the second one."""
+    return len(stems) == len(others) and all(map(str.startswith, others, stems))
 
 
 def _has_images(root, folder):

@@ -44,7 +44,7 @@ def op(
     op_type: str, x: static.Variable, y: static.Variable | None = None, stop_gradient: bool = False, **attrs: Any
 ) -> static.Variable:
     """Add an operator with the attributes `attrs` to the current program, and return its output. Paddle 3.3's functions
-    for some of these operators reject variables of legacy programs."""
+    for some of the operators used here reject variables of legacy programs."""
     inputs = {"X": x} if y is None else {"X": x, "Y": y}
     stops = stop_gradient or all(variable.stop_gradient for variable in inputs.values())
     return graph.operator(f"distillation.{op_type}", op_type, inputs, stop_gradient=stops, **attrs)

@@ -75,7 +75,7 @@ def missing(capability: tuple[int, int] | None = None) -> str | None:
 
 def has_onednn() -> bool:
     """Return whether Paddle contains the version of oneDNN whose functions onednn.h declares. Paddle's wheels for x86
-    contain this version."""
+    contain the required version."""
     return Path(paddle.__file__).with_name("libs").joinpath("libdnnl.so.3").exists()
 
 
@@ -180,6 +180,10 @@ def _compile_operators(target, source=SOURCES / "operators.cc"):
     include, libraries = Path(paddle.sysconfig.get_include()), Path(paddle.base.__file__).parent
     command = [*_compiler(), *COMPILER_FLAGS, str(source), "-o", str(target)]
     command += [f"-I{include}", f"-I{include / 'third_party'}", f"-L{libraries}", "-l:libpaddle.so", "-ldl"]
+    # Link to the OpenMP runtime of Paddle and oneDNN instead of the compiler's. With two runtimes, the idle threads of
+    # each would spin on the cores that the other needs. Paddle's wheels for ARM use the compiler's runtime.
+    runtime = libraries.parent / "libs/libiomp5.so"
+    command += [str(runtime)] if runtime.exists() else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[-300:]]

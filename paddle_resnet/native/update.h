@@ -189,8 +189,7 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
       const int t = table.count - 1, size = table.size[t];
       table.parameter[t] = address(parameters[i], size);
       table.master[t] = has_masters ? floats(state[masters + i], size) : nullptr;
-      for (int s = 0; s < Rule::kStates; ++s)
-        table.state[s][t] = floats(state_of(s, i), s < Rule::kVectors ? size : 1);
+      for (int s = 0; s < Rule::kStates; ++s) table.state[s][t] = floats(state_of(s, i), s < Rule::kVectors ? size : 1);
       table.decay[t] = decays[i];
     }
     void *partial = Gpu::get().partial();  // kMaxLanes * kVectorBytes floats per block
@@ -212,9 +211,9 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
     require_float32(gradients[i]);
     float *of_parameter[Rule::kStates];
     for (int s = 0; s < Rule::kStates; ++s) of_parameter[s] = state_of(s, i).template data<float>();
-    reference::update(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, rule, decays[i],
-                      of_parameter, parameters[i].data<float>(),
-                      has_masters ? state[masters + i].template data<float>() : nullptr);
+    reference::update_in_parallel(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, rule,
+                                  decays[i], of_parameter, parameters[i].data<float>(),
+                                  has_masters ? state[masters + i].template data<float>() : nullptr);
   }
 }
 

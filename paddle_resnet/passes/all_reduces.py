@@ -31,7 +31,7 @@ def _order_fused_all_reduces(block):
     """Make every fused all-reduce depend on all gradients in its buffer.
 
     A fused all-reduce reads only the buffer, so the program does not express that the all-reduce depends on the
-    operators that compute the gradients. The Executor infers these dependencies, but misses the dependencies on BN
+    operators that compute the gradients. The Executor infers dependencies on gradients, but misses those on BN
     gradients if BN and ReLU are fused under AMP. Without the added dependencies, BN gradients would differ between the
     processes, and the parameters would diverge.
     """
@@ -60,7 +60,7 @@ def count_gradient_all_reduces(train_prog: static.Program) -> int:
 def average_bn(exe: static.Executor, train_prog: static.Program) -> None:
     """Replace the variables that own_statistics() returns with their means over the processes.
 
-    Each process computes these statistics from its own images. Call average_bn() before an evaluation or a checkpoint,
+    Each process updates the variables with its own images. Call average_bn() before an evaluation or a checkpoint,
     so that all processes evaluate the network that the checkpoint contains.
 
     Args:

@@ -13,10 +13,10 @@ def keep_statistics_finite(program: static.Program) -> None:
     """Change a program in place, so that the running statistics of a channel remain unchanged if the update would make
     its running mean or variance infinite or NaN. Frozen BN layers and evaluation programs are not changed.
 
-    Without this change, Paddle's batch_norm would make the running statistics of the channel infinite or NaN for the
-    rest of the run, even if the output is finite. Dynamic loss scaling does not skip updates of running statistics. The
-    added operators process all layers together. Custom kernels skip non-finite statistics themselves, so programs with
-    custom kernels do not need this change.
+    Without keep_statistics_finite, Paddle's batch_norm would make the running statistics of the channel infinite or NaN
+    for the rest of the run, even if the output is finite. Dynamic loss scaling does not skip updates of running
+    statistics. The added operators process all layers together. Custom kernels skip non-finite statistics themselves,
+    so programs with custom kernels do not need this change.
     """
     block = graph.block(program)
     layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]

@@ -63,8 +63,8 @@ class Settings:
         """
         if self._is_frozen:
             raise dataclasses.FrozenInstanceError(
-                f"settings.{next(iter(values))}: settings are frozen when a program is built; set the value earlier, "
-                "or use settings.copy()"
+                f"settings.{next(iter(values))}: these settings are frozen; set the value before program.start(), or "
+                "use settings.copy()"
             )
         if unknown := values.keys() - vars(self).keys():
             raise AttributeError(f"settings.{min(unknown)}: not a flag; see {command('train', '--help')}")

@@ -265,7 +265,7 @@ def _take_free_memory(place):
     """Return tensors that occupy all free memory of Paddle's regular pool.
 
     During a capture, Paddle allocates cuDNN's workspaces in this pool instead of in the graph's memory, and frees
-    them afterwards. Replays write to these workspaces, so no other tensor may use this memory.
+    them afterwards. Replays write to cuDNN's workspaces, so no other tensor may use the memory of the workspaces.
     """
     taken, grown = [], []
     # Start with tensors of 1 MiB, so that the pool grows only slightly, and end with 256 bytes, the size of the

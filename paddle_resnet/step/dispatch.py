@@ -18,8 +18,8 @@ class Dispatcher:
     Args:
         exe: static.Executor.
         program: result of program.compile_prog.
-        variables: variables that contain the step metrics. With --kernels native, they must be the inputs of the
-            program's async copy.
+        variables: variables that contain the step metrics. With --kernels native, the variables must be the inputs of
+            the program's async copy.
         is_native: whether --kernels native is used.
         class_num: number of classes, used to check the labels if a step fails; None if the labels cannot be checked.
         shares_inputs: whether loader and program use the same device.

@@ -76,8 +76,8 @@ def run_and_save(
     Returns:
         dict of metrics, aggregated over all processes:
         loss, top1, top5: means over images. The loss is the mean of the finite losses, or NaN if no loss is finite.
-        not_finite: number of images whose loss is NaN or infinite, if there are any. In training, these are all images
-        of each batch whose mean loss is NaN or infinite.
+        not_finite: number of images whose loss is NaN or infinite, if there are any. In training, not_finite
+        counts all images of each batch whose mean loss is NaN or infinite.
         images, steps, epoch_time (seconds), ips (images/s). If a call begins within an epoch, steps, epoch_time and ips
         cover only this call; the other metrics above cover the entire epoch.
         data_time (waiting for the loader), compute_time, batch_time: mean seconds per step of this call.

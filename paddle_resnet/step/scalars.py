@@ -1,8 +1,8 @@
 """Host scalars: numbers and arrays that the host computes for each batch, such as the learning rate.
 
-A program reads each host scalar from a persistable variable. The host writes this variable before every batch, captured
-or not. Checkpoints do not contain host scalars, because their values are functions of the batch number. The only
-exception is the learning rate, which is part of Paddle's checkpoint format.
+A program reads each host scalar from a persistable variable. The host writes the variables of host scalars before
+every batch, captured or not. Checkpoints do not contain host scalars, because their values are functions of the batch
+number. The only exception is the learning rate, which is part of Paddle's checkpoint format.
 """
 
 from collections.abc import Callable, Sequence

@@ -546,13 +546,14 @@ def _write_shard(to, path, first, images):
         InterruptedError: the main process stops the workers.
     """
     with files.written(path, f"{path}.partial") as partial:
+        lines = []
         with SHARDED[to](str(partial)) as write:
             for number, image in enumerate(images, first):
-                write(number, *_prepare(image))
+                lines.append(write(number, *_prepare(image)))
                 with _images.get_lock():
                     _images.value += 1
         files.fsync(partial)
-        indexes.write_file(indexes.index_path(path), indexes.scan(str(partial), INDEXED[to]))
+        indexes.write_file(indexes.index_path(path), indexes.content(lines, INDEXED[to]))
 
 
 def _write_folders(output, split, images, classes, pool, report):

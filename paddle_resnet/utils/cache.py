@@ -19,8 +19,8 @@ from paddle_resnet.utils.errors import UsageError
 
 def folder() -> Path:
     """Return the cache folder, $XDG_CACHE_HOME/paddle_resnet or by default ~/.cache/paddle_resnet, and create it if
-    possible. If this folder is not trusted (is_trusted), log a warning and return a temporary private folder, which is
-    deleted when this process exits.
+    possible. If the cache folder is not trusted (is_trusted), log a warning and return a temporary private folder,
+    which is deleted when this process exits.
 
     Raises:
         UsageError: XDG_CACHE_HOME is not set and there is no home folder.

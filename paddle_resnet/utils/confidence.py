@@ -86,8 +86,9 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> Temperature | Non
     """Return the Temperature that minimizes the mean negative log likelihood of softmax(logits / T), or None if no T in
     RANGE does, for example because all images are classified correctly.
 
-    The negative log likelihood is convex in 1 / T. Newton's method finds the zero of its derivative in float64; if a
-    step leaves the interval that contains the zero, the interval is halved instead. The result is deterministic.
+    The negative log likelihood is convex in 1 / T. Newton's method finds the zero of the derivative with respect to 1 /
+    T in float64; if a step leaves the interval that contains the zero, the interval is halved instead. The result is
+    deterministic.
 
     Args:
         logits: finite, [N, classes].

@@ -105,7 +105,7 @@ def written(path: str | Path, partial: str | Path | None = None, sync: bool = Fa
     Args:
         path: path of the file or folder. An existing file is replaced.
         partial: temporary path to write to, in the same file system; by default, a path in the same folder that no
-            other process uses. If the block raises an exception, this file or folder is removed.
+            other process uses. If the block raises an exception, the temporary file or folder is removed.
         sync: whether to flush all data to the disk before the rename.
     Yields:
         a Path: the temporary path at which the block must create the file or folder.

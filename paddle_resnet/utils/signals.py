@@ -1,4 +1,4 @@
-"""Record the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). After such a signal, all processes of a
+"""Record the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). After a signal to stop, all processes of a
 training run agree on a step (job/exchange.py), at which the run stops."""
 
 import contextlib
@@ -93,7 +93,7 @@ def importing_paddle() -> Iterator[None]:
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Defer SIGINT to the end of the `with` block. Processes that are started in the block inherit the blocked SIGINT,
-    so Control-C does not end these processes. The parent process stops them itself."""
+    so Control-C does not end these processes. The parent process stops these processes itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

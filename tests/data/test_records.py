@@ -1,10 +1,13 @@
 import io
 import os
 import struct
+import tarfile
 
 import data_files
 import pytest
+from webdataset import TarWriter
 
+from paddle_resnet.data import indexes
 from paddle_resnet.data.formats import SHARDED, read_image, recordio, tfrecord, webdataset
 from paddle_resnet.data.formats import lmdb as lmdb_format
 from paddle_resnet.data.formats.lmdb import datum_class
@@ -100,6 +103,30 @@ def test_image_and_label_of_a_tar_file_are_read_at_their_places(tmp_path):
     image = ListedImage("val-0.tar@1", str(path), None, "webdataset", (1, 5, 7, 4))
     assert read_image(image) == (b"image", 12)
     assert read_image(ListedImage("a.jpg", str(path), 3)) == (b"0image 012\n9", 3)
+
+
+@pytest.mark.parametrize("sizes", [(1, 511, 512, 513, 100_000), (9, *range(3000, 3030))])
+def test_tar_shards_are_those_of_webdataset(tmp_path, sizes):
+    """Shards have the bytes that webdataset writes, and the index is that of a scan."""
+    names = ("jpg", "bmp", "png", "webp")
+    with open(tmp_path / "expected.tar", "wb") as f, TarWriter(f, encoder=False, mtime=0) as writer:
+        for number, size in enumerate(sizes):
+            key, name = f"{number:08d}", names[number % 4]
+            writer.write({"__key__": key, name: os.urandom(size), "cls": str(number * 777).encode()})
+    with tarfile.open(tmp_path / "expected.tar") as tar:
+        content = {member.name: tar.extractfile(member).read() for member in tar}
+    path = tmp_path / "train-000000.tar"
+    with webdataset.write(str(path)) as write:
+        numbers = range(len(sizes))
+        lines = [write(i, content[f"{i:08d}.{names[i % 4]}"], names[i % 4], i * 777) for i in numbers]
+    assert path.read_bytes() == (tmp_path / "expected.tar").read_bytes()
+    assert indexes.content(lines, webdataset.INDEX) == indexes.scan(str(path), webdataset.INDEX)
+
+
+def test_index_of_tfrecords_is_that_of_a_scan(tmp_path):
+    with tfrecord.write(str(tmp_path / "x")) as write:
+        lines = [write(i, bytes(100 * i), "jpg", i) for i in range(5)]
+    assert indexes.content(lines, tfrecord.INDEX) == indexes.scan(str(tmp_path / "x"), tfrecord.INDEX)
 
 
 def test_parts_of_recordio_record_are_joined(tmp_path):

@@ -1051,13 +1051,15 @@ def test_loss_of_non_finite_logits(device, where):
 
 
 # (input channels, outputs, image size, kernel size, stride, paddings, dilation, groups). Convolutions with 3x3 filters,
-# at least 64 channels and stride 1 use Winograd's algorithm. Sizes are even, odd, and too large for one matrix product.
+# at least 64 channels and stride 1 use Winograd's algorithm, except for few pixels. Sizes are even, odd, and too large
+# for one matrix product.
 ONEDNN_CONVOLUTIONS = [
     (4, 32, (17, 18), 3, 2, (1, 1, 1, 1), 1, 1),
     (3, 16, (16, 16), 3, 2, (0, 1, 0, 1), 1, 1),
     (64, 64, (14, 14), 3, 1, (1, 1, 1, 1), 1, 1),
     (64, 80, (7, 9), 3, 1, (1, 1, 1, 1), 1, 1),
     (128, 64, (24, 23), 3, 1, (1, 1, 1, 1), 1, 1),
+    (64, 96, (2, 17), 3, 1, (1, 1, 1, 1), 1, 1),
     (64, 64, (1, 2), 3, 1, (1, 1, 1, 1), 1, 1),
     (64, 64, (9, 9), 3, 1, (2, 2, 2, 2), 2, 1),
     (32, 24, (9, 7), 1, 1, (0, 0, 0, 0), 1, 1),
@@ -1109,6 +1111,65 @@ def test_convolution_checks_its_arguments(device, where):
             run("native_conv2d", *inputs, *values)
     with pytest.raises(Exception, match="gradient with the output's shape"):
         run("native_conv2d_backward", x, filters, x[:, :2], None, *geometry, True, True)
+
+
+COUNT_THREADS = """
+import os
+import paddle
+from paddle.base import core
+from paddle_resnet.native import build
+
+build.load()
+x, channel = paddle.ones([2, 64, 64, 64]), [paddle.ones([64]) for _ in range(4)]
+counts = []
+for name, *args in (
+    ("conv2d", x, paddle.ones([64, 64, 1, 1]), [1, 1], [0, 0, 0, 0], [1, 1], 1),
+    ("bn_act", x, *channel, 0.9, 1e-5, "relu"),
+):
+    core.eager._run_custom_op(f"native_{name}", *args)
+    counts.append(len(os.listdir("/proc/self/task")))
+print(*counts)
+"""
+
+
+def test_operators_and_onednn_share_threads():
+    if native.missing() is not None or not native.has_onednn():
+        pytest.skip("no compiler, or no oneDNN 3 in this build of Paddle")
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", COUNT_THREADS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    by_onednn, by_both = map(int, done.stdout.split())
+    assert by_both == by_onednn
+
+
+UPDATE_WITH_ADAMW = """
+import sys
+import numpy as np
+import paddle
+from paddle.base import core
+from paddle_resnet.native import build
+
+build.load()
+random = np.random.RandomState(0)
+parameter, gradient, moment = (paddle.to_tensor(random.randn(100_003).astype("float32")) for _ in range(3))
+powers = [paddle.to_tensor([beta]) for beta in (0.9, 0.999)]
+inputs = [parameter], [gradient], [moment, moment * moment, *powers], paddle.to_tensor([0.1]), None
+core.eager._run_custom_op("native_adamw", *inputs, [0.9, 0.999, 1e-8], [0.01])
+np.savez(sys.argv[1], parameter, moment, *powers)
+"""
+
+
+def test_update_does_not_depend_on_number_of_threads(tmp_path):
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    results = []
+    for threads in ("1", "2", "3"):
+        environment, file = {**os.environ, "OMP_NUM_THREADS": threads}, tmp_path / f"{threads}.npz"
+        subprocess.run([sys.executable, "-c", UPDATE_WITH_ADAMW, file], cwd=ROOT, env=environment, check=True)
+        results.append(list(np.load(file).values()))
+    for other in results[1:]:
+        for actual, expected in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

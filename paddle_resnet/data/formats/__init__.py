@@ -59,8 +59,9 @@ RECORDS: dict[str, ModuleType] = {
     "parquet": parquet,
 }
 FORMATS = FILES | RECORDS
-# Formats that `dataset convert` writes: several files per split, each written by one process with write(path); and a
-# single file per split, to which one process appends with Writer(output, split).
+# Formats that `dataset convert` writes: several files per split, each written by one process with write(path), whose
+# result also returns the lines of the index; and a single file per split, to which one process appends with
+# Writer(output, split).
 SHARDED = {name: module.write for name, module in RECORDS.items() if hasattr(module, "write")}
 SINGLE_FILE = {name: module.Writer for name, module in RECORDS.items() if hasattr(module, "Writer")}
 # Formats with index files.

@@ -206,7 +206,8 @@ def _check_nesting(folder, split_dir):
     """Raise UsageError if the only class folder of a split contains folders, but no images, as in train/train/CLASS."""
     images, _, others = image_names(folder)
     if not images and any(kind == "folder" for kind, _ in others):
-        raise UsageError(f"{folder}: contains folders but no images; move these folders to {split_dir}")
+        remedy = sniffer.advice(os.path.dirname(split_dir), kind="table") or f"move these folders to {split_dir}"
+        raise UsageError(f"{folder}: contains folders but no images; {remedy}")
 
 
 def ignored_files(image_root: str, mode: Mode) -> list[str]:

@@ -75,6 +75,12 @@ def verify(image: Image) -> tuple[bytes, int]:
     return _read_record(image.path, image.place)
 
 
+def read_value(folder: str, key: bytes) -> bytes:
+    """Return the content of a record. Raise UsageError if the LMDB is damaged."""
+    with _transaction(folder) as transaction:
+        return transaction.get(key) or b""
+
+
 def read_datum(folder: str, key: bytes) -> Any:
     """Return the Datum of a record in a Caffe LMDB. Raise UsageError if the LMDB is damaged or the record has no
     label."""

@@ -198,12 +198,15 @@ def _masked(crc):
 
 
 @contextlib.contextmanager
-def write(path: str) -> Iterator[Callable[[int, bytes, str, int], None]]:
-    """Yield a function write(number, image file, extension, label) that appends a record to a new file."""
+def write(path: str) -> Iterator[Callable[[int, bytes, str, int], str]]:
+    """Yield a function write(number, image file, extension, label) that appends a record to a new file, and returns the
+    line of the index for this record."""
     from tfrecord import TFRecordWriter
 
     def append(number, image, extension, label):
+        start = writer.file.tell()
         writer.write({IMAGE: (image, "byte"), LABEL: (label, "int")})
+        return f"{start} {writer.file.tell() - start}\n"
 
     writer = TFRecordWriter(path)
     with contextlib.closing(writer):

@@ -9,6 +9,7 @@
 
 #include "../common.h"
 #include "../optimizers.h"
+#include "parallel.h"
 
 namespace reference {
 
@@ -55,9 +56,31 @@ void update(const float *gradient, int64_t size, float rate, float unscale, cons
   for (int s = Rule::kVectors; s < Rule::kStates; ++s) *state[s] = values[s];
 }
 
+// Like update, but divides the elements among threads, unless the rule needs norms of the whole tensor.
+template <class Rule>
+void update_in_parallel(const float *gradient, int64_t size, float rate, float unscale, const Rule &rule, float decay,
+                        float *const (&state)[Rule::kStates], float *parameter, float *master) {
+  const int threads = Rule::kHasTrustRatio ? 1 : threads_for(size);
+  if (threads == 1) return update(gradient, size, rate, unscale, rule, decay, state, parameter, master);
+  // Each thread advances its own copy of the values that all elements share.
+  float shared[Rule::kStates] = {}, advanced[Rule::kStates];
+  for (int s = Rule::kVectors; s < Rule::kStates; ++s) shared[s] = *state[s];
+  in_parallel(threads, size, [&](int thread, int64_t first, int64_t last) {
+    float copies[Rule::kStates], *part[Rule::kStates];
+    std::copy(shared, shared + Rule::kStates, copies);
+    for (int s = 0; s < Rule::kStates; ++s) part[s] = s < Rule::kVectors ? state[s] + first : copies + s;
+    update(gradient + first, last - first, rate, unscale, rule, decay, part, parameter + first,
+           master ? master + first : nullptr);
+    if (thread == 0) std::copy(copies, copies + Rule::kStates, advanced);
+  });
+  for (int s = Rule::kVectors; s < Rule::kStates; ++s) *state[s] = advanced[s];
+}
+
 // Computes average += weight (value - average).
 inline void follow_average(const float *value, int64_t size, float weight, float *average) {
-  for (int64_t i = 0; i < size; ++i) average[i] += weight * (value[i] - average[i]);
+  in_parallel(threads_for(size), size, [&](int, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) average[i] += weight * (value[i] - average[i]);
+  });
 }
 
 }  // namespace reference

@@ -37,9 +37,7 @@ struct Tiles {
     });
   }
 
-  int64_t at(int64_t image, int row, int column) const {
-    return ((image * height + row) * width + column) * channels;
-  }
+  int64_t at(int64_t image, int row, int column) const { return ((image * height + row) * width + column) * channels; }
 };
 
 // Computes B^T d B of the 4x4 pixels around each tile.
@@ -47,33 +45,33 @@ inline void winograd_input(const Tiles &tiles, const float *x, float *out) {
   const int64_t plane = tiles.count * tiles.channels;
   tiles.for_each([&](auto lanes, int channel, int64_t i, int image, int row, int column) {
     using Vector = typename Vectors<decltype(lanes)::value>::Type;
-    Vector d[4][4] = {};
+    Vector d[4][4];
     const auto transform = [](Vector &a, Vector &b, Vector &c, Vector &d) {
       const Vector second = b + c, third = c - b, fourth = b - d;
       a = a - c, b = second, c = third, d = fourth;
     };
-    if (image >= 0) {
-      const int top = std::max(0, 1 - row), bottom = std::min(4, tiles.height + 1 - row);
-      const int left = std::max(0, 1 - column), right = std::min(4, tiles.width + 1 - column);
-      const float *from = x + tiles.at(image, row, column) + channel;
-      const auto load = [&](int r, int c) {
-        const int64_t at = (static_cast<int64_t>(r - 1) * tiles.width + c - 1) * tiles.channels;
-        d[r][c] = *reinterpret_cast<const Vector *>(from + at);
-      };
-      if (top == 0 && left == 0 && bottom == 4 && right == 4) {
+    const float *from = x + tiles.at(std::max(image, 0), row, column) + channel;
+    const auto load = [&](int r, int c) {
+      const int64_t at = (static_cast<int64_t>(r - 1) * tiles.width + c - 1) * tiles.channels;
+      return *reinterpret_cast<const Vector *>(from + at);
+    };
+    const int top = std::max(0, 1 - row), bottom = image < 0 ? 0 : std::min(4, tiles.height + 1 - row);
+    const int left = std::max(0, 1 - column), right = std::min(4, tiles.width + 1 - column);
+    if (top == 0 && left == 0 && bottom == 4 && right == 4) {
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r)
+      for (int r = 0; r < 4; ++r)
 #pragma GCC unroll 4
-          for (int c = 0; c < 4; ++c) load(r, c);
-      } else {
-        for (int r = top; r < bottom; ++r)
-          for (int c = left; c < right; ++c) load(r, c);
-      }
+        for (int c = 0; c < 4; ++c) d[r][c] = load(r, c);
+    } else {
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) transform(d[0][c], d[1][c], d[2][c], d[3][c]);
+      for (int r = 0; r < 4; ++r)
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) transform(d[r][0], d[r][1], d[r][2], d[r][3]);
+        for (int c = 0; c < 4; ++c) d[r][c] = top <= r && r < bottom && left <= c && c < right ? load(r, c) : Vector{};
     }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) transform(d[0][c], d[1][c], d[2][c], d[3][c]);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) transform(d[r][0], d[r][1], d[r][2], d[r][3]);
     float *to = out + i * tiles.channels + channel;
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r)
@@ -139,33 +137,39 @@ inline void winograd_output_gradient(const Tiles &tiles, const float *dy, float 
 constexpr int kFilterLanes = 16;
 using FilterVector = Vectors<kFilterLanes>::Type;
 
-// Computes G g G^T of each filter in [outputs, channels, 3, 3]. If `is_rotated` is true, the filters are first rotated
-// by 180 degrees, as for the gradient of the input. outputs * channels must be a multiple of kFilterLanes.
+// Computes G g G^T of each filter in [outputs, channels, 3, 3]. The transformed filters are [16, channels, outputs] or,
+// if `is_rotated` is true, [16, outputs, channels] of the filters rotated by 180 degrees, as for the gradient of the
+// input. outputs and channels must be multiples of kFilterLanes.
 inline void winograd_filter(const float *filter, int outputs, int channels, bool is_rotated, float *out) {
   const int64_t plane = static_cast<int64_t>(outputs) * channels;
-  in_parallel(threads_for(plane * 9), plane / kFilterLanes, [&](int, int64_t first, int64_t last) {
-    for (int64_t i = first * kFilterLanes; i < last * kFilterLanes; i += kFilterLanes) {
-      FilterVector g[9], rows[4][3];
-      const float *from = filter + i * 9;
+  // A vector contains filters that are neighbors along the last axis of the transformed filters.
+  const int output_step = is_rotated ? 1 : kFilterLanes, channel_step = is_rotated ? kFilterLanes : 1;
+  const int64_t lane_step = is_rotated ? 9 : channels * 9;
+  in_parallel(threads_for(plane * 9), outputs / kFilterLanes, [&](int, int64_t first, int64_t last) {
+    for (int64_t output = first * kFilterLanes; output < last * kFilterLanes; output += output_step)
+      for (int channel = 0; channel < channels; channel += channel_step) {
+        FilterVector g[9], rows[4][3];
+        const float *from = filter + (output * channels + channel) * 9;
 #pragma GCC unroll 9
-      for (int tap = 0; tap < 9; ++tap) {
-        const int at = is_rotated ? 8 - tap : tap;
+        for (int tap = 0; tap < 9; ++tap) {
+          const int at = is_rotated ? 8 - tap : tap;
 #pragma GCC unroll 16
-        for (int lane = 0; lane < kFilterLanes; ++lane) g[tap][lane] = from[lane * 9 + at];
-      }
+          for (int lane = 0; lane < kFilterLanes; ++lane) g[tap][lane] = from[lane * lane_step + at];
+        }
 #pragma GCC unroll 3
-      for (int c = 0; c < 3; ++c) {
-        const FilterVector even = 0.5f * (g[c] + g[6 + c]), odd = 0.5f * g[3 + c];
-        rows[0][c] = g[c], rows[1][c] = even + odd, rows[2][c] = even - odd, rows[3][c] = g[6 + c];
-      }
+        for (int c = 0; c < 3; ++c) {
+          const FilterVector even = 0.5f * (g[c] + g[6 + c]), odd = 0.5f * g[3 + c];
+          rows[0][c] = g[c], rows[1][c] = even + odd, rows[2][c] = even - odd, rows[3][c] = g[6 + c];
+        }
+        float *to = out + (is_rotated ? output * channels + channel : channel * static_cast<int64_t>(outputs) + output);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        const FilterVector even = 0.5f * (rows[r][0] + rows[r][2]), odd = 0.5f * rows[r][1];
-        const FilterVector values[4] = {rows[r][0], even + odd, even - odd, rows[r][2]};
+        for (int r = 0; r < 4; ++r) {
+          const FilterVector even = 0.5f * (rows[r][0] + rows[r][2]), odd = 0.5f * rows[r][1];
+          const FilterVector values[4] = {rows[r][0], even + odd, even - odd, rows[r][2]};
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) *reinterpret_cast<FilterVector *>(out + (r * 4 + c) * plane + i) = values[c];
+          for (int c = 0; c < 4; ++c) *reinterpret_cast<FilterVector *>(to + (r * 4 + c) * plane) = values[c];
+        }
       }
-    }
   });
 }
 

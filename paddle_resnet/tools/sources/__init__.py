@@ -170,6 +170,8 @@ def _detected(source, options):
     that the options imply, otherwise the first detected kind or None."""
     used = [kinds for name, kinds in _USED.items() if getattr(options, name) is not None]
     sights = sniffer.look(source)
+    if not used and sights and sights[0].is_final:
+        return None, source
     detected = [(sight.kind, sight.root or source) for sight in sights if sight.kind]
     usable = [(kind, root) for kind, root in detected if all(kind in kinds for kinds in used)]
     if usable or (detected and not used):

@@ -1,4 +1,5 @@
-"""Read LMDBs of Caffe with any names, also with images that are stored as pixels instead of image files."""
+"""Read LMDBs of Caffe with any names, also with images that are stored as pixels instead of image files; and LMDBs with
+pairs of records such as image-000000001, an image file, and label-000000001, a number or a class name."""
 
 import io
 import os
@@ -21,25 +22,53 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         source: folder with an LMDB for each split.
         options: Options of the import.
     Returns:
-        ({split: [Image]}, None, because an LMDB contains no class names)
+        ({split: [Image]}, class names, or None if labels are numbers)
     Raises:
         UsageError: there are no LMDBs, or none for training; an LMDB is damaged; or a label is not a class.
     """
     entries = []
     for split, paths in splits.files(source, PATTERN, options).items():
         for path in map(os.path.dirname, paths):
-            for key in lmdb.keys(path):
-                datum = lmdb.read_datum(path, key)
-                entries.append((split, path, key, datum.label))
-    labels = [label for *_, label in entries]
+            keys = lmdb.keys(path)
+            if pairs := _pairs(keys):
+                entries += ((split, path, key, _label(path, twin), lmdb.read_value) for key, twin in pairs.items())
+                continue
+            for key in keys:
+                try:
+                    entries.append((split, path, key, lmdb.read_datum(path, key).label, read_image))
+                except UsageError as e:
+                    if entries:
+                        raise
+                    shown = ", ".join(map(_text, keys[:3]))
+                    raise UsageError(
+                        f"{path}: has the keys {shown}, whose records are neither those of Caffe nor pairs such as "
+                        "image-000000001 and label-000000001; with the program that wrote it, write each image to the "
+                        f"folder of its class in train/ or val/ ({e})"
+                    ) from e
+    labels = [label for *_, label, _ in entries]
     if not labels:
         raise UsageError(f"{source}: contains no images; use the folder that contains them")
-    numbers, _ = splits.numbered(source, labels, None, lambda i: f"{entries[i][1]}: record {_text(entries[i][2])}")
+    numbers, names = splits.numbered(source, labels, None, lambda i: f"{entries[i][1]}: record {_text(entries[i][2])}")
     found = {}
-    for (split, path, key, _), label in zip(entries, numbers, strict=True):
+    for (split, path, key, _, kind), label in zip(entries, numbers, strict=True):
         name = f"{os.path.relpath(path, source)}@{_text(key)}/{len(found.get(split, [])):08d}"
-        found.setdefault(split, []).append(Image(name, path, label, read_image, (key,)))
-    return splits.train_and_val(source, found), None
+        found.setdefault(split, []).append(Image(name, path, label, kind, (key,)))
+    return splits.train_and_val(source, found), names
+
+
+def _pairs(keys):
+    """Return {key of an image: key of its label}."""
+    there, pairs = {*keys}, {}
+    for key in keys:
+        for word in (b"image", b"img"):
+            if word in key and (twin := key.replace(word, b"label")) in there:
+                pairs[key] = twin
+    return pairs
+
+
+def _label(path, key):
+    text = lmdb.read_value(path, key).decode(errors="replace").strip()
+    return int(text) if text.isdecimal() else text
 
 
 def read_image(path: str, key: bytes) -> bytes:

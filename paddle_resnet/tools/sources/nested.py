@@ -12,6 +12,8 @@ from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
+_IMAGE_FOLDERS = ("images", "image", "imgs", "img")  # names of folders in class folders that are not classes
+
 
 def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images in nested class folders.
@@ -19,7 +21,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     Args:
         source: folder with a folder for each split, or with class folders.
         options: Options. With class_depth N, the first N folders between a split and an image are its class; with -N,
-            the last N. If class_depth is None, all images must be nested in the same number of folders.
+            the last N; with 0, all folders. If class_depth is None, all images must be nested in the same number of
+            folders.
     Returns:
         ({split: [Image]}, class names in label order)
     Raises:
@@ -53,6 +56,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     # The split of all images, if there are no folders of splits below `shared`.
     only = next(filter(None, map(split_of, reversed(shared.split(os.sep)))), "train")
     ends_in_split = not has_splits and all(parts[1:] and parts[-1].lower() in SPLIT_OF for parts in parts_of.values())
+    parts_of = _without_kinds(source, parts_of)
     found = defaultdict(list)
     for path, parts in parts_of.items():
         if ends_in_split:  # CLASS/train/IMAGE
@@ -65,7 +69,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
             split = only
         found[split].append((path, parts))
     found = splits.train_and_val(source, found)
-    depth = options.class_depth or _depth(source, found)
+    depth = _depth(source, found) if options.class_depth is None else options.class_depth
     for path, parts in (entry for entries in found.values() for entry in entries):
         if len(parts) < abs(depth):
             raise UsageError(
@@ -97,8 +101,25 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     }, ordered
 
 
+def _without_kinds(source, parts_of):
+    """If the images are in folders such as CLASS/images/, return the folders of each image without the last one. Images
+    in other folders next to images/, such as CLASS/masks/, are left out, with a warning."""
+    kinds = {parts[-1].lower() for parts in parts_of.values() if parts}
+    if kinds.isdisjoint(_IMAGE_FOLDERS) or any(len(parts) < 2 for parts in parts_of.values()):
+        return parts_of
+    parents = {tuple(parts[:-1]) for parts in parts_of.values() if parts[-1].lower() in _IMAGE_FOLDERS}
+    if any(tuple(parts[:-1]) not in parents for parts in parts_of.values()):
+        return parts_of
+    kept = {path: parts[:-1] for path, parts in parts_of.items() if parts[-1].lower() in _IMAGE_FOLDERS}
+    if len(kept) < len(parts_of):
+        example = next(path for path in parts_of if path not in kept)
+        count = counted(len(parts_of) - len(kept), "image")
+        logger.warn(f"{source}: {count} left out, because {example} is next to the folder of the images")
+    return kept
+
+
 def _class(parts, depth):
-    return tuple(parts[:depth] if depth > 0 else parts[depth:])
+    return tuple(parts[:depth] if depth > 0 else parts[depth:])  # 0: all
 
 
 def _warn_of_last(source, classes):
@@ -122,7 +143,7 @@ def _depth(source, found):
         shown = ", ".join(examples[depth] for depth in sorted(examples)[:5])
         raise UsageError(
             f"{source}: images are nested at different depths ({shown}); set --class-depth to the number of folders "
-            "that form a class"
+            "that form a class, or to all if each folder with images is a class"
         )
     (depth,) = examples
     if depth == 0:

@@ -19,7 +19,7 @@ class Options:
         delimiter: text between the columns of a table, or None to detect it.
         label_index: index of the label to use if records have several labels, or None.
         class_depth: number of nested folders that form a class, counted from the split or, if negative, from the image;
-            None to detect it.
+            0 for all folders; None to detect it.
     """
 
     allow_partial: bool = False

@@ -72,7 +72,9 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
         split = split_of(relative)
         if name == ROBOFLOW or (options.label_column is None and sniffer.is_one_hot(path)):
             rows += _one_hot(path, folder, split)
-        elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, folder, images, options):
+        elif (path.endswith(".txt") and sniffer.header(path)) or (
+            path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, folder, images, options)
+        ):
             rows += _columns(path, folder, split, images, options)
         else:
             rows += _list(path, folder, split, images, options)
@@ -116,6 +118,15 @@ def _cells(path, delimiter=None):
                 header = [*values]
                 yield path, header
             yield f"{path}: line {number}", [record_tables.text(values.get(name)) for name in header]
+        return
+    if path.endswith(".txt"):
+        start, names = sniffer.text_header(lines)
+        yield path, names
+        for number, line in enumerate(lines[start:], start + 1):
+            if line.strip():
+                if len(line.split()) != len(names):
+                    raise UsageError(f"{path}: line {number} does not have {len(names)} columns; correct it")
+                yield f"{path}: line {number}", line.split()
         return
     reader = csv.reader((f"{line}\n" for line in lines), delimiter=_delimiter(path, lines, delimiter))
     try:

@@ -63,6 +63,9 @@ def other_splits(path: str) -> list[str]:
 
 def _set_of(path):
     """Return a path in which * stands for the name of a split."""
+    parent, folder, name = ("/" + path).rsplit("/", 2) if path.count("/") > 1 else ("", "", path)
+    if folder and folder in name:  # a table of a class, such as 00000/GT-00000.csv
+        path = f"{parent}/#/{name.replace(folder, '#')}"
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path)
     return re.sub("[A-Za-z]+", lambda word: "*" if word[0].lower() in (*SPLIT_OF, _BOTH) else word[0], words)
 
@@ -97,7 +100,7 @@ def _first_numbers(root, sets):
 
 
 def _has_one_per_split(root, sets):
-    splits = [_split(root, path) for members in sets.values() for path in members]
+    splits = [_split(root, path) for key, members in sets.items() for path in (members[:1] if "#" in key else members)]
     return len({*splits}) == len(splits)
 
 

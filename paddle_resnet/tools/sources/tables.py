@@ -6,6 +6,7 @@ numbered in the order of the file with class names or, without such a file, in s
 """
 
 import contextlib
+import filecmp
 import functools
 import os
 import re
@@ -13,8 +14,8 @@ from collections import defaultdict
 
 from paddle_resnet.data import record_tables, sniffer
 from paddle_resnet.data.classes import label_names
-from paddle_resnet.data.image_search import ELSEWHERE, SUFFIXES, ImageSearch
-from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
+from paddle_resnet.data.image_search import ELSEWHERE, SUFFIXES, ImageSearch, walk
+from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, log_once
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
 from paddle_resnet.tools.sources import image_files, official, table_files, table_sets
 from paddle_resnet.tools.sources.options import Options
@@ -117,6 +118,9 @@ def _found(root, rows, images, allow_partial):
     paths, missing, place_of = [], [], {}
     for row in rows:
         found = images.find(row.image, row.folder, row.split)
+        if len(found) > 1 and _are_copies(root, found):
+            log_once(f"{row.place}: {' and '.join(found[:5])} are copies; the first one is used", logger.warn)
+            found = found[:1]
         if len(found) > 1:
             raise UsageError(f"{row.place}: {row.image} matches {' and '.join(found[:5])}; write the path of one image")
         if not found:
@@ -151,6 +155,13 @@ def _found(root, rows, images, allow_partial):
     return paths
 
 
+def _are_copies(root, paths):
+    """Return whether files have the same content, and paths that differ only in case."""
+    first, *others = (os.path.join(root, path) for path in paths)
+    is_same_path = len({path.casefold() for path in paths}) == 1
+    return is_same_path and all(filecmp.cmp(first, other, shallow=False) for other in others)
+
+
 def _numbered(source, rows, names):
     """Return (label of each row as a number, class names or None).
 
@@ -172,6 +183,9 @@ def _numbered(source, rows, names):
         _check_several(rows)
         return _numbered_names(rows, names)
     labels = []
+    if {row.label for row in rows} == {"-1", "1"}:  # whether an image has an attribute
+        logger.info(f"{source}: the labels -1 and 1 are numbered 0 and 1")
+        return [int(row.label == "1") for row in rows], None
     for row in rows:
         number = _NUMBER.fullmatch(row.label)
         if number is None or int(number[1]) < 0:
@@ -281,8 +295,20 @@ def _tables(root, images, options):
     )
     for group in groups:
         if tables := [path for path in group if os.path.isfile(path)]:
+            if "train" not in {split_of(os.path.relpath(path, root)) or "train" for path in tables}:
+                tables += _tables_of_classes(root, images, options)
             return table_sets.chosen(root, tables, lambda paths: table_files.read(paths, root, images, options))
     return []
+
+
+def _tables_of_classes(root, images, options):
+    """Return the paths of the training tables in class folders, as in GTSRB, or [] if there are none."""
+    found = [path for path in walk(root) if split_of(path) == "train" and path.lower().endswith(".csv")]
+    return [
+        os.path.join(root, path)
+        for path in found
+        if _has_columns(os.path.join(root, path), os.path.dirname(path), images, options)
+    ]
 
 
 def _with_other_splits(path, images, options):
@@ -300,7 +326,9 @@ def _with_other_splits(path, images, options):
 
 
 def _is_list(path, images):
-    return path.endswith(".txt") and sniffer.is_list(path, images.is_image)
+    if not path.endswith(".txt"):
+        return False
+    return sniffer.is_table(path, is_image=images.is_image) or sniffer.is_list(path, images.is_image)
 
 
 def _is_path_list(path, images):

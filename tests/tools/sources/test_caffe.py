@@ -116,3 +116,34 @@ def test_labels_that_are_not_classes_are_reported_without_a_flag(tmp_path, capsy
     assert error.endswith("has label 200, but there are only 28 images; number the classes from 0\n")
     write(tmp_path / "y", encoded)  # obey the message
     assert colors_match(sources.read(tmp_path / "y", "lmdb")[1]["train"])
+
+
+def write_records(root, records):
+    for split, first in (("train", 0), ("val", 100)):
+        (root / split).mkdir(parents=True)
+        with lmdb.open(str(root / split)) as environment, environment.begin(write=True) as transaction:
+            for number, k in enumerate((2, 0, 3, 1) * 3):
+                for key, value in records(number, k, image(k, first + number)):
+                    transaction.put(key.encode(), value)
+
+
+@pytest.mark.parametrize(("label", "names"), [(str, None), ("abcd".__getitem__, ["a", "b", "c", "d"])])
+def test_pairs_of_image_and_label(tmp_path, label, names):
+    write_records(
+        tmp_path / "x",
+        lambda number, k, data: [(f"image-{number:09d}", data), (f"label-{number:09d}", label(k).encode())],
+    )
+    imported = obey(error_of_training(tmp_path / "x"))
+    for mode in Mode:
+        numbers, images = DataRoot(imported).images(mode)
+        assert (numbers.classes, len(images)) == (names, 12)
+        assert colors_match(images)
+
+
+def test_records_of_other_programs_are_named(tmp_path, capsys):
+    write_records(tmp_path / "x", lambda number, k, data: [(f"{number:08d}", b"\x80\x04" + data)])
+    error = error_of_import(tmp_path / "x", capsys)
+    problem = (
+        "train: has the keys 00000000, 00000001, 00000002, whose records are neither those of Caffe nor pairs such as"
+    )
+    assert problem in error
