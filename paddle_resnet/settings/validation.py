@@ -49,9 +49,10 @@ _OF_RUN = (
 def _found(settings: values.Settings, sources: Iterable[Any]) -> Iterator[Conflict]:
     for source in sources:
         if isinstance(source, type):
-            yield from cast(Any, settings.part(source)).conflicts()
+            part: Any = settings.part(source)
+            yield from part.conflicts()
         elif callable(source):
-            yield from source(settings)
+            yield from cast(Any, source)(settings)
         else:
             yield from source.conflicts(settings.part(source.Settings))
 
