@@ -57,8 +57,9 @@ def all_reduce_s(setup: Setup, gpus: int, size: float) -> float:
     """Return the seconds that an all-reduce of `size` bytes takes.
 
     Within a node, the all-reduce is a ring: each of n GPUs sends 2 (n-1)/n of the bytes. Between nodes, the all-reduce
-    is also a ring. The GPUs of a node divide the bytes among themselves, so that the node sends each byte once. The
-    latency grows with the logarithm of the number of nodes, as in a tree.
+    is also a ring: each of n nodes sends 2 (n-1)/n of the bytes. The number does not depend on the GPUs per node,
+    because the GPUs of a node divide the bytes among themselves. The latency grows with the logarithm of the number of
+    nodes, as in a tree.
     """
     local = min(gpus, setup.gpus_per_node)
     nodes = math.ceil(gpus / setup.gpus_per_node)

@@ -8,6 +8,7 @@ afterwards. A run with --epochs and --warmup-epochs set to the chosen numbers th
 import bisect
 import math
 import tempfile
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ from paddle_resnet.checkpoints import folders, saver, variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations, values
+from paddle_resnet.settings.groups import start
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import UsageError, counted
@@ -56,24 +58,31 @@ class Times(NamedTuple):
     checkpoint: CheckpointTimes
 
 
-def is_needed(args: values.Settings, checkpoint: "StartCheckpoint | None") -> bool:
+@dataclass(frozen=True, kw_only=True)
+class Options(durations.Settings, start.Settings):
+    """The flags that determine whether a run chooses its number of epochs."""
+
+    benchmark: bool
+
+
+def is_needed(options: Options, checkpoint: "StartCheckpoint | None") -> bool:
     """Return whether the run must choose its number of epochs.
 
     Args:
-        args: flags, including those inherited from the checkpoint.
+        options: flags, including those inherited from the checkpoint.
         checkpoint: the checkpoint that the run starts from, or None.
     Raises:
         UsageError: the run continues from a checkpoint that has no meta.json or was written with a different
             --budget-minutes.
     """
-    if args.budget_minutes is None or args.benchmark or not args.run_scope.trains:
+    if options.budget_minutes is None or options.benchmark or not options.run_scope.trains:
         return False
     if checkpoint is None or (checkpoint.epoch, checkpoint.step) == (0, 0):
         return True
-    if not checkpoint.resumes or checkpoint.meta["arguments"].get("budget_minutes") != args.budget_minutes:
-        start = "--resume" if args.resume or args.from_checkpoint is None else "--from-checkpoint"
+    if not checkpoint.resumes or checkpoint.meta["arguments"].get("budget_minutes") != options.budget_minutes:
+        start = "--resume" if options.resume or options.from_checkpoint is None else "--from-checkpoint"
         raise UsageError(
-            f"--budget-minutes {args.budget_minutes:g}: applies only to new runs, but this run continues from "
+            f"--budget-minutes {options.budget_minutes:g}: applies only to new runs, but this run continues from "
             f"{checkpoint.folder} ({start}); use --epochs instead"
         )
     return False

@@ -1,20 +1,31 @@
 """Build the loader of a run from its flags (build_dataloader)."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from paddle_resnet import resolution
+from paddle_resnet.components import task
 from paddle_resnet.data import loader
 from paddle_resnet.data.iterators import Loader, StateError
 from paddle_resnet.data.loader_state import BatchFlags
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
+from paddle_resnet.settings.groups import dataset
 from paddle_resnet.settings.values import Settings, flag_name
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import counted
 from paddle_resnet.utils.mode import Mode
 
-__all__ = ["StateError", "build_dataloader", "data_classes", "data_root", "warn_of_unused_outputs"]
+__all__ = ["DataOptions", "StateError", "build_dataloader", "data_root", "warn_of_unused_outputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(dataset.Settings, task.Settings):
+    """The flags of a data set."""
+
+    num_of_class: int
 
 
 def build_dataloader(
@@ -55,44 +66,35 @@ def build_dataloader(
     """
     watchdog.phase(f"image listing ({mode.value})")
     settings = resolution.resolve_data(args, mode)
-    options, flags = settings.part(loader.Options), batch_flags(settings)
+    options, flags = settings.part(loader.Options), batch_flags(settings.as_dict())
     if settings.data_format == "synthetic":
         return loader.build_synthetic(options, flags, mode, state)
-    root = root or data_root(settings)
+    root = root or data_root(settings.part(DataOptions))
     return loader.build(root, options, flags, mode, settings.run_scope.trains, state, trained)
 
 
-def batch_flags(settings: Settings) -> BatchFlags:
-    """Return the flags that determine the training batches."""
+def batch_flags(flags: Mapping[str, Any]) -> BatchFlags:
+    """Return the flags that determine the training batches. `flags` are all flags of the run, {name: value}."""
     batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
-    values = {flag_name(name): getattr(settings, name) for name in batches}
+    values = {flag_name(name): flags[name] for name in batches}
     return BatchFlags(
         values, {flag_name(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     )
 
 
-def data_root(args: Settings) -> DataRoot:
+def data_root(options: DataOptions) -> DataRoot:
     """Return the data set that the flags specify."""
     return DataRoot(
-        args.image_root,
-        args.data_format,
-        args.allow_outside,
-        args.label_offset,
-        args.skip_list,
-        is_multi_label=args.multi_label,
+        *(options.image_root, options.data_format, options.allow_outside, options.label_offset, options.skip_list),
+        is_multi_label=options.multi_label,
     )
 
 
-def data_classes(args: Settings, root: DataRoot | None = None) -> list[str] | None:
-    """Return the classes of the training data (numbering.data_classes), or None if they are unknown."""
-    return None if args.data_format == "synthetic" else (root or data_root(args)).data_classes(Mode.TRAIN)
-
-
-def warn_of_unused_outputs(args: Settings, loader: Loader) -> None:
+def warn_of_unused_outputs(options: DataOptions, loader: Loader) -> None:
     """Warn if the network has more outputs than the data set has classes."""
     classes = len(loader.classes)
-    if args.num_of_class > classes > 0:
+    if options.num_of_class > classes > 0:
         logger.warn(
-            f"--num-of-class {args.num_of_class}: exceeds the {counted(classes, 'class', 'classes')} in "
-            f"{args.image_root}; reduce it, unless the unused outputs are intended"
+            f"--num-of-class {options.num_of_class}: exceeds the {counted(classes, 'class', 'classes')} in "
+            f"{options.image_root}; reduce it, unless the unused outputs are intended"
         )

@@ -7,6 +7,7 @@ the same flags. The finder writes neither checkpoints nor a report, so a run in 
 import argparse
 import contextlib
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,6 +33,17 @@ UNSUPPORTED = (
 )
 # Flags that lr_find ignores in a configuration file for train.py, but that are errors on the command line of lr_find.
 IGNORED = ("inference_dir", "predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of train.py that name the files of a search and describe its curve."""
+
+    accumulate_steps: int
+    image_root: str
+    model_arch_name: str
+    output_dir: str
+    overwrite: bool
 
 
 class Diverged(Exception):
@@ -145,50 +157,51 @@ def _run(search, args):
     """
     startup.import_paddle(args)
     from paddle_resnet import phases
-    from paddle_resnet.checkpoints import folders
     from paddle_resnet.job import exchange, fleet
 
-    phases.start(args)
+    run = phases.Run(args)
+    run.start()
     with exchange.exit_barrier():
         fleet.connect(args.comm_timeout_s)
         search.from_lr, search.to_lr, search.steps = exchange.from_rank_0(
             lambda: [search.from_lr, search.to_lr, search.steps]
         )
-        phases.find_start(args)
-        folder = folders.run_folder(args.output_dir, args.model_arch_name)
-        exchange.from_rank_0(lambda: _claim(args, folder, phases.input_files(args)))
-        exe, _, training, _ = phases.prepare(args, None)
-        training = _with_rising_rate(search, training)
-        args, training = phases.check_and_describe(args, exe, None, training, None)
+        run.find_start()
+        options = args.part(Options)
+        exchange.from_rank_0(lambda: _claim(options, run.folder, run.input_files()))
+        run.prepare()
+        run.training = _with_rising_rate(search, run.training)
+        run.check_and_describe()
         if args.dry_run:
             return logger.info("dry run: flags, data and programs are valid")
-        losses, ended_early = _search(search, exe, training)
-        problem = exchange.from_rank_0(lambda: _write(search, args, folder, losses, ended_early))
+        losses, ended_early = _search(search, run.exe, run.training)
+        found = losses, ended_early, args.as_dict()
+        problem = exchange.from_rank_0(lambda: _write(search, options, run.folder, *found))
     if problem is not None:  # the error is raised outside exit_barrier, because no process has failed
         raise RunError(f"--lr: no suggestion, because {problem}")
 
 
-def _claim(args, folder, inputs):
+def _claim(options, folder, inputs):
     """Check that the curve can be written.
 
     Raises:
         UsageError: outputs.claim fails; or the folder contains a curve, and --overwrite is not set.
     """
-    _check_no_curve(folder, args.output_dir, args.overwrite)
+    _check_no_curve(folder, options)
     outputs.claim(
         {f"{name} in --output-dir": folder / name for name in NAMES},
         {"--output-dir": folder},
         inputs=inputs,
-        protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
+        protected=[("the data set's", path) for path in layout.occupied(options.image_root)],
     )
 
 
-def _check_no_curve(folder, output_dir, overwrite):
+def _check_no_curve(folder, options):
     existing = [name for name in NAMES if (folder / name).exists()]
-    if existing and not overwrite:
+    if existing and not options.overwrite:
         raise UsageError(
-            f"--output-dir {output_dir}: {folder} contains {' and '.join(existing)}; choose a different folder, "
-            "or replace the curve with --overwrite"
+            f"--output-dir {options.output_dir}: {folder} contains {' and '.join(existing)}; choose a different "
+            "folder, or replace the curve with --overwrite"
         )
 
 
@@ -226,7 +239,7 @@ def _search(search, exe, training):
     return recorder.losses, True
 
 
-def _write(search, args, folder, losses, ended_early):
+def _write(search, options, folder, losses, ended_early, flags):
     """Write the curve as data and as a plot, and print the suggestion.
 
     Returns:
@@ -237,14 +250,14 @@ def _write(search, args, folder, losses, ended_early):
     from paddle_resnet.tools import drawing
 
     rates = [lr_curve.rate(search.from_lr, search.to_lr, search.steps, step) for step in range(len(losses))]
-    factor = processes.world_size() * args.accumulate_steps
-    curve = lr_curve.analyze(rates, losses, search.steps, factor, ended_early, args.as_dict())
-    path, title = folder / lr_curve.DRAWING, f"{args.model_arch_name} on {args.image_root}"
+    factor = processes.world_size() * options.accumulate_steps
+    curve = lr_curve.analyze(rates, losses, search.steps, factor, ended_early, flags)
+    path, title = folder / lr_curve.DRAWING, f"{options.model_arch_name} on {options.image_root}"
     with outputs.writing(f"{lr_curve.DATA} in --output-dir", folder / lr_curve.DATA):
         folder.mkdir(parents=True, exist_ok=True)
-        with locks.held(locks.file_of(path), f"--output-dir {args.output_dir}", logger.warn):
+        with locks.held(locks.file_of(path), f"--output-dir {options.output_dir}", logger.warn):
             # Check again, because another search may have written a curve since _claim.
-            _check_no_curve(folder, args.output_dir, args.overwrite)
+            _check_no_curve(folder, options)
             lr_curve.write(folder / lr_curve.DATA, curve)
             drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
     logger.info(f"curve of {len(losses)} steps: {path}")

@@ -185,8 +185,7 @@ def compile_prog(
         UsageError: create_strategy fails; --cuda-graph true is explicit, but an operator cannot be captured; or the
             program was not built by build, and --optimizer or a regularizer cannot be used with it.
     """
-    options = args.resolved.part(compilation.Options)
-    return compilation.compile_step(options, program, is_train, args.resolved.is_explicit("cuda_graph"))
+    return compilation.compile_step(args.resolved.part(compilation.Options), program, is_train)
 
 
 def run(

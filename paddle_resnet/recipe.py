@@ -17,6 +17,7 @@ from paddle_resnet.machine import gpus, memory
 from paddle_resnet.models import registered
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import inheritance, values
+from paddle_resnet.settings.groups import dataset, start
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -36,6 +37,14 @@ LENGTHS = {
     (False, True): (200_000, 30, 100),
     (False, False): (30_000, 10, 60),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(dataset.Settings, start.Settings):
+    """The flags that determine the Facts."""
+
+    device: str
+    output_dir: str
 
 
 @dataclass(frozen=True)
@@ -77,45 +86,27 @@ def choose(settings: values.Settings) -> None:
     """
     if not (settings.choose_recipe and settings.run_scope.trains):
         return
-    facts = Facts(**exchange.from_rank_0(lambda: asdict(_facts(settings))))
-    name = choose_from(settings, facts)
+    options = settings.part(Options)
+    facts = Facts(**exchange.from_rank_0(lambda: asdict(_facts(options))))
+    name = Recipe(settings, facts).choose()
     resolution.drop_unused(settings)
     if name is not None:
         exchange.from_rank_0(lambda: _convert(settings.output_dir, name))
 
 
-def choose_from(settings: values.Settings, facts: Facts) -> str | None:
-    """Choose values for the recipe flags that the user has not set.
-
-    Args:
-        settings: flags; modified in place.
-        facts: properties of the run, its data set and its machine.
-    Returns:
-        key in published.PACKAGED of the weights that --from-pretrained-params now refers to, or None.
-    """
-    recipe = _Recipe(settings, facts)
-    name = recipe.choose_network()
-    recipe.choose_machine()
-    recipe.choose_batches()
-    recipe.choose_augmentation()
-    recipe.choose_training()
-    inheritance.follow(settings)
-    return name
-
-
-def _facts(settings):
-    if settings.data_format == "synthetic":
+def _facts(options):
+    if options.data_format == "synthetic":
         raise UsageError("--choose-recipe: requires images; remove --choose-recipe or --data-format synthetic")
-    root = settings.image_root
-    data = DataRoot(root, settings.data_format, settings.allow_outside, settings.label_offset)
+    root = options.image_root
+    data = DataRoot(root, options.data_format, options.allow_outside, options.label_offset)
     images = {
         mode: len(data.listed(mode))
-        for mode, is_needed in ((Mode.TRAIN, True), (Mode.EVAL, settings.run_scope.evaluates))
+        for mode, is_needed in ((Mode.TRAIN, True), (Mode.EVAL, options.run_scope.evaluates))
         if is_needed
     }
     if data.count_classes(Mode.TRAIN) == 1:
         raise UsageError(f"--image-root {root}: contains only one class; add images of other classes")
-    has_gpu, output_dir = settings.device == "gpu", settings.output_dir
+    has_gpu, output_dir = options.device == "gpu", options.output_dir
     runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
     return Facts(
         images=images[Mode.TRAIN],
@@ -128,7 +119,7 @@ def _facts(settings):
             for name, model in published.PACKAGED.items()
             if published.installed_file(name) or _folder(output_dir, name).is_dir()
         },
-        resumed=runs[0] if settings.resume and len(runs) == 1 and registered(runs[0]) else None,
+        resumed=runs[0] if options.resume and len(runs) == 1 and registered(runs[0]) else None,
     )
 
 
@@ -142,27 +133,38 @@ def _convert(output_dir, name):
         conversion.convert(name, folder)
 
 
-class _Recipe:
-    """The choice of values for the flags that the user has not set. Call the methods in the order of choose_from.
+class Recipe:
+    """The choice of values for the recipe flags that the user has not set.
 
     Args:
         settings: flags; modified in place.
-        facts: Facts.
+        facts: properties of the run, its data set and its machine.
     """
 
-    def __init__(self, settings, facts):
+    def __init__(self, settings: values.Settings, facts: Facts) -> None:
         self._settings, self._facts = settings, facts
+
+    def choose(self) -> str | None:
+        """Choose the values. Return the key in published.PACKAGED of the weights that --from-pretrained-params now
+        refers to, or None."""
+        name = self._choose_network()
+        self._choose_machine()
+        self._choose_batches()
+        self._choose_augmentation()
+        self._choose_training()
+        inheritance.follow(self._settings)
+        return name
 
     @property
     def _is_fine_tuned(self):
-        """Whether training starts from weights; known after choose_network."""
+        """Whether training starts from weights; known after _choose_network."""
         return self._settings.from_checkpoint is not None or self._settings.from_pretrained_params is not None
 
     def _set(self, reason, **chosen):
         explicit = self._settings.is_explicit
         self._settings.choose(reason, **{name: value for name, value in chosen.items() if not explicit(name)})
 
-    def choose_network(self):
+    def _choose_network(self):
         if self._settings.from_checkpoint is None and not self._settings.is_explicit("from_pretrained_params"):
             default, package = published.PACKAGED[PRETRAINED].arch, published.PACKAGED[PRETRAINED].package
             if self._facts.resumed:
@@ -201,7 +203,7 @@ class _Recipe:
         elif not self._settings.is_explicit("image_shape"):
             self._set("image size of the weights", crop_size=network.image_size)
 
-    def choose_machine(self):
+    def _choose_machine(self):
         reason = f"the run is on a {self._facts.machine}"
         self._set(reason, amp=self._facts.has_gpu)
         if self._facts.has_gpu:
@@ -214,7 +216,7 @@ class _Recipe:
         threads = min(14, max(1, self._facts.cores - 2)) if self._facts.has_gpu else min(4, self._facts.cores)
         self._set(f"{self._facts.cores} CPU cores per process", dali_num_threads=threads)
 
-    def choose_batches(self):
+    def _choose_batches(self):
         images = f"{self._facts.images} training images"
         has_many = self._facts.images >= MANY_IMAGES
         if (
@@ -232,7 +234,7 @@ class _Recipe:
         reason = f"half of {self._facts.memory / 2**30:.1f} GiB of memory" if most == in_memory < in_split else images
         self._set(reason, batch_size=max(1, batch_size))
 
-    def choose_augmentation(self):
+    def _choose_augmentation(self):
         """Choose the augmentation and the dropout, based on the number of training images and on whether the run is
         fine-tuned. See benchmarks/log/flowers_h200.md."""
         images = f"{self._facts.images} training images"
@@ -242,7 +244,7 @@ class _Recipe:
         color_jitter = 0.0 if has_many else 0.4 if has_few else 0.2
         self._set(images, color_jitter=color_jitter, dropout=0.2 if has_few else 0.0)
 
-    def choose_training(self):
+    def _choose_training(self):
         kind = "fine-tuning" if self._is_fine_tuned else "training from scratch"
         if self._settings.iter_unit == "epoch":
             total, fewest, most = LENGTHS[self._is_fine_tuned, self._facts.has_gpu]

@@ -8,10 +8,8 @@ choice               recipe.choose (--choose-recipe)
 checkpoint           restore.inherit_flags, through settings/inheritance.py
 machine              resolve_layout, resolve_loader and resolve_kernels
 data                 resolve_classes
-output               resolve_report
+output               phases.Run.find_start: --report-file
 """
-
-from pathlib import Path
 
 import paddle
 
@@ -20,7 +18,7 @@ from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
-from paddle_resnet.settings import validation, values
+from paddle_resnet.settings import conflicts, validation, values
 from paddle_resnet.settings.groups import machine
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -124,7 +122,7 @@ def resolve_loader(settings: values.Settings) -> None:
     Raises:
         UsageError: the device does not support the precision or a loader flag.
     """
-    validation.check_device(settings)
+    validation.check_none(settings.part(conflicts.Device).conflicts())
     _check_precision(settings.part(precision.Settings))
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
@@ -154,7 +152,7 @@ def resolve_kernels(settings: values.Settings) -> None:
     """
     is_on_gpu = settings.device == "gpu"
     requested = settings.kernels
-    validation.check_kernels(settings.part(machine.Settings))
+    validation.check_none(machine.conflicts(settings.part(machine.Settings)))
     if requested == "auto":
         is_supported = settings.data_layout == "NHWC" and settings.program_representation == "legacy"
         settings.resolve("machine", kernels="native" if is_supported else "paddle")
@@ -195,9 +193,3 @@ def resolve_classes(settings: values.Settings, mode: Mode) -> None:
         )
         counted = exchange.from_rank_0(lambda: root.count_classes(mode))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
-
-
-def resolve_report(settings: values.Settings, folder: Path, name: str) -> None:
-    """If --report-file has no value, set it to the file `name` in the run folder."""
-    if settings.report_file is None:
-        settings.resolve("--output-dir", report_file=str(folder / name))

@@ -111,14 +111,14 @@ def tables(settings: output.Settings, evaluates: bool, is_multi_label: bool = Fa
     return paths | ({"predictions": settings.predictions} if settings.predictions is not None else {})
 
 
-def resumes(options: Options, checkpoint) -> bool:
+def resumes(options: Options, checkpoint: Any) -> bool:
     """Return whether this run appends to an existing report, that is, whether --resume is set or this run continues the
     run that wrote the checkpoint."""
     trains = options.run_scope.trains and not options.benchmark
     return trains and (options.resume or (checkpoint is not None and checkpoint.resumes))
 
 
-def check_replaced(options: Options, checkpoint, run_folder: Path) -> None:
+def check_replaced(options: Options, checkpoint: Any, run_folder: Path) -> None:
     """Check the file that this run's report would replace or append to.
 
     Args:
@@ -235,7 +235,7 @@ def start_line(
     )
 
 
-def all_done(options: Options, entry: dict[str, Any], checkpoint) -> bool:
+def all_done(options: Options, entry: dict[str, Any], checkpoint: Any) -> bool:
     """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, also write the summary of
     the run if the report has none, because the run was killed. `entry` is the result of first_entry.
 
@@ -407,7 +407,7 @@ def summarize(
     stop: Stop,
     trained: dict[str, Any],
     evaluated: dict[str, Any] | None,
-    saver,
+    saver: Any,
 ) -> None:
     """Log the results of a training run. Without --resume, --from-checkpoint and --from-pretrained-params, also print a
     command that evaluates the best checkpoint (or the last, if the run does not evaluate) and writes a separate report.

@@ -39,69 +39,68 @@ def _run(args, argv):
     from paddle_resnet import phases
     from paddle_resnet.job import exchange, fleet
 
-    phases.start(args)
+    run = phases.Run(args)
+    run.start()
     with exchange.exit_barrier():
         fleet.connect(args.comm_timeout_s)
-        checkpoint = phases.find_start(args)
-        if phases.is_done(args, checkpoint):
+        run.find_start()
+        if run.is_done:
             options = args.part(run_report.Options)
-            if run_report.all_done(options, run_report.first_entry(args.as_entry(), argv), checkpoint):
+            if run_report.all_done(options, run_report.first_entry(args.as_entry(), argv), run.checkpoint):
                 report.write_page_of_run(options)
             return
-        phases.claim_outputs(args, checkpoint)
-        exe, checkpoint, training, evaluation = phases.prepare(args, checkpoint)
-        args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
+        run.claim_outputs()
+        run.prepare()
+        run.check_and_describe()
         if args.dry_run:
             logger.info("dry run: flags, data and programs are valid")
-        elif training is None:
-            _evaluate_only(args, argv, exe, checkpoint, evaluation)
+        elif run.training is None:
+            _evaluate_only(run, argv)
         elif args.benchmark:
-            _benchmark_training(args, argv, exe, training)
+            _benchmark_training(run, argv)
         else:
-            _run_epochs(args, argv, exe, checkpoint, training, evaluation)
+            _run_epochs(run, argv)
 
 
-def _evaluate_only(args, argv, exe, checkpoint, evaluation):
-    from paddle_resnet import phases
-
-    options = args.part(run_report.Options)
-    logger.begin(run_report.first_entry(args.as_entry(), argv, checkpoint and checkpoint.folder))
-    epoch = phases.log_evaluated(args, checkpoint)
-    result = _evaluate(options, exe, evaluation, durations.Stop(epoch))
+def _evaluate_only(run, argv):
+    options = run.settings.part(run_report.Options)
+    logger.begin(run_report.first_entry(run.settings.as_entry(), argv, run.checkpoint and run.checkpoint.folder))
+    result = _evaluate(run, durations.Stop(run.log_evaluated()))
     run_report.conclude(options, argv, result, Mode.EVAL)
     report.write_page_of_run(options)
 
 
-def _benchmark_training(args, argv, exe, training):
-    logger.begin(run_report.first_entry(args.as_entry(), argv))
-    run_report.conclude(args.part(run_report.Options), argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
+def _benchmark_training(run, argv):
+    logger.begin(run_report.first_entry(run.settings.as_entry(), argv))
+    result = _train(run, durations.Stop(0))
+    run_report.conclude(run.settings.part(run_report.Options), argv, result, Mode.TRAIN)
 
 
-def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
+def _run_epochs(run, argv):
     """Train up to each position in durations.stops, evaluate or save a checkpoint at the position if either is due, and
     finally log a summary. --patience can end the run earlier."""
-    from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
 
-    options = args.part(run_report.Options)
-    saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
-    training = phases.show_on_tensorboard(args, training, checkpoint)
+    args, checkpoint, schedule = run.settings, run.checkpoint, run.training.lr_scheduler
+    options, length = args.part(run_report.Options), args.part(durations.Settings)
+    # No local variable refers to run.training, so that enter_stage can free the captured step of the previous stage.
+    saver = Saver(args, run.training.program, schedule, run.training.loader, run.training.fetchs, checkpoint)
+    run.show_on_tensorboard()
     logger.begin(run_report.first_entry(args.as_entry(), argv), append=run_report.resumes(options, checkpoint))
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
-    schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
         try:
             if trained is None:
-                training = phases.enter_stage(training, stop.epoch, saver)
-                trained = _train(exe, training, stop, saver.save)
+                run.enter_stage(stop.epoch, saver)
+                trained = _train(run, stop, saver.save)
                 if stop.averages_bn:
-                    all_reduces.average_bn(exe, training.program)
+                    all_reduces.average_bn(run.exe, run.training.program)
                 if stop.ends_epoch and not is_advised:
                     is_advised = run_report.advise_on_loader(options, stop.epoch, trained)
-            if evaluation and stop.evaluates:
-                evaluated = _evaluate(options, exe, evaluation, stop, saver.record)
+            if run.evaluation and stop.evaluates:
+                evaluated = _evaluate(run, stop, saver.record)
         except Exception as e:
             saver.save_on_error(e, stop.epoch, stop.step, trained)
             raise
@@ -109,35 +108,35 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
         if saver.ends_early:
             break
     saver.finish()
-    run_report.summarize(options, argv, training.program, stop, trained, evaluated, saver)
+    run_report.summarize(options, argv, run.training.program, stop, trained, evaluated, saver)
     report.write_page_of_run(options)
 
 
-def _train(exe, training, stop, save=None):
+def _train(run, stop, save=None):
     """Train up to the position `stop`, or run the benchmark steps. Return the result of loop.run_and_save."""
     from paddle_resnet import program
     from paddle_resnet.step import loop
 
-    args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
+    work = run.training
     result = loop.run_and_save(
-        *(args.part(loop.Options), loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN),
-        *(training.lr_scheduler, save, stop.step),
+        *(work.settings.part(loop.Options), work.loader, run.exe, work.compiled, work.fetchs, stop.epoch, Mode.TRAIN),
+        *(work.lr_scheduler, save, stop.step),
     )
-    if not args.benchmark:
+    if not run.settings.benchmark:
         program.log_info((stop.epoch,), result | stop.place(), Mode.TRAIN)
     return result
 
 
-def _evaluate(options, exe, evaluation, stop, is_best=lambda stop, result: True):
+def _evaluate(run, stop, is_best=lambda stop, result: True):
     """Evaluate the current parameters, or the EMA weights (--ema) of a run that trains. Return the metrics from
     program.run, except those that are arrays."""
     from paddle_resnet import program
 
-    evaluation.refresh()
-    args, loader = evaluation.settings, evaluation.loader
-    result = program.run(args, loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
+    work, options = run.evaluation, run.settings.part(run_report.Options)
+    work.refresh()
+    result = program.run(work.settings, work.loader, run.exe, work.compiled, work.fetchs, stop.epoch, Mode.EVAL)
     program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
-    return run_report.write_classes(options, result, loader.class_names, stop.epoch, is_best(stop, result))
+    return run_report.write_classes(options, result, work.loader.class_names, stop.epoch, is_best(stop, result))
 
 
 if __name__ == "__main__":

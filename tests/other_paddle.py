@@ -104,7 +104,7 @@ def check(folder, rtol):
     expected = json.loads((folder / "expected.json").read_text())
     run = Run()
     np.testing.assert_allclose(run.train(0), expected["losses"][:STEPS], rtol=rtol)
-    variables.load(variables.LoadOptions.of(run.args), folder, run.main, paddle.CPUPlace())
+    variables.load(run.args.part(variables.LoadOptions), folder, run.main, paddle.CPUPlace())
     states = [pickle.loads((folder / name).read_bytes()) for name in FILES]
     for name, array in (states[0] | states[1]).items():
         np.testing.assert_array_equal(variables.read(name).reshape(array.shape), array, err_msg=name)

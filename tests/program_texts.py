@@ -174,11 +174,12 @@ def programs(flags, kernels, changes):
         evaluated = phases.Work(settings, None, evaluation, fetchs)
         texts = {"startup": text(startup), "main": text(main), "evaluation": text(evaluation)}
         initialize(startup, main)
-        phases.set_weights(settings, None, training, evaluated)
-        training, evaluated = phases.compile_programs(settings, exe, training, evaluated)
-    texts["compiled"] = text(training.compiled._program)
-    texts["compiled_evaluation"] = text(evaluated.compiled._program)
-    if accumulating := program_of_other_batches(training.compiled):
+        run = phases.Run(settings, None, exe, training, evaluated)
+        run.set_weights()
+        run.compile_programs()
+    texts["compiled"] = text(run.training.compiled._program)
+    texts["compiled_evaluation"] = text(run.evaluation.compiled._program)
+    if accumulating := program_of_other_batches(run.training.compiled):
         texts["accumulating"] = text(accumulating)
     return texts
 

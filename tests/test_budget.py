@@ -333,12 +333,12 @@ def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch, 
     monkeypatch.setattr(budget, "epochs_within", lambda *_: 12)
     monkeypatch.setattr(logger, "elapsed_s", lambda: 59.0)  # the run is expected to end after 65 s
     seen = []
-    monkeypatch.setattr(train, "_run_epochs", lambda args, *_: seen.append(args))
+    monkeypatch.setattr(train, "_run_epochs", lambda run, *_: seen.append(run))
     flags = list(WITHOUT_EPOCHS)
     at = flags.index("--warmup-epochs")
     monkeypatch.setattr("test_budget.WITHOUT_EPOCHS", [*flags[:at], *flags[at + 2 :]])
     assert run("--budget-minutes", 1, "--choose-recipe")[0] == 0
-    assert (seen[0].epochs, seen[0].warmup_epochs) == (12, 2)
+    assert (seen[0].settings.epochs, seen[0].settings.warmup_epochs) == (12, 2)
     assert "no other number of epochs is closer" not in capsys.readouterr().err
 
 
@@ -375,7 +375,7 @@ def starts(run, unmeasured, monkeypatch):
     """Call `run`, but do not train. An epoch of N batches takes 0.1 N + 0.2 s, or 0.2 N + 0.2 s with larger images,
     and a later stage starts in 3 s. Return (exit code, epochs, or None)."""
     seen = []
-    monkeypatch.setattr(train, "_run_epochs", lambda args, *_: seen.append(args.epochs))
+    monkeypatch.setattr(train, "_run_epochs", lambda run, *_: seen.append(run.settings.epochs))
     monkeypatch.setattr(logger, "elapsed_s", lambda: 4.0)
     return lambda *flags: (run(*flags)[0], seen.pop() if seen else None)
 

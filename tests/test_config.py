@@ -935,9 +935,12 @@ def test_settings_record_the_origin_of_each_value(config_file):
     assert (args.flag_value("epochs"), args.flag_value("seed")) == ((90, True), (0, False))
     args.resolve("machine", epochs=90, seed=1)  # only values that change get a new origin
     origins |= {"seed": "machine"}
-    for copy in (args, args.copy(), args.stage()):
+    for copy in (args, args.copy(), args.stage({"--sizes": {"batch_size": 3}})):
         assert {name: copy.origin(name) for name in origins} == origins
-    assert [settings.run is args for settings in (args, args.copy(), args.stage())] == [True, False, True]
+    assert [settings.run is args for settings in (args, args.copy(), args.stage({}))] == [True, False, True]
+    stage = args.stage({"--sizes": {"batch_size": 3}})
+    assert (stage.run is args, stage.is_frozen, stage.batch_size) == (True, True, 3)
+    assert (stage.origin("batch_size"), stage.is_explicit("epochs")) == ("--sizes", True)
 
 
 def test_only_values_of_the_user_are_explicit():
@@ -967,7 +970,7 @@ def test_frozen_settings_cannot_be_assigned():
         args.epoch = 3
     args.finalize()
     for change in (lambda: setattr(args, "epochs", 4), lambda: args.set("data", num_of_class=4)):
-        with pytest.raises(dataclasses.FrozenInstanceError, match="settings are frozen when a program is built"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match="these settings are frozen"):
             change()
     assert args.copy(epochs=4).epochs == 4 and args.epochs == 3
 

@@ -463,7 +463,7 @@ def test_synthetic_loaders_of_ranks_differ_and_resume(parse, shard):
 
 @pytest.mark.parametrize("has_sizes", [True, False])
 def test_change_that_sizes_intends_is_not_a_warning(parse, capsys, has_sizes):
-    flags = dali.batch_flags(parse())
+    flags = dali.batch_flags(parse().as_dict())
     conditions = loader_state.conditions(flags, "folder", 30, 1)
     assert loader_state.LIST not in conditions
     assert loader_state.conditions(flags, "", 30, 1, "0123456789abcdef-")[loader_state.LIST] == "0123456789abcdef"

@@ -339,7 +339,7 @@ def test_bn_momentum_of_run_with_few_batches(parse, capsys, batches, momentum, v
     args = parse("--bn-momentum", momentum, "--epochs", batches)
     main = static.Program()
     _, schedule, *_ = program.build(frozen(args), main, static.Program(), 1)
-    phases._warn_of_bn_momentum(args, phases.Work(args, None, main, None, schedule))
+    phases._warn_of_bn_momentum(args.part(phases.BnOptions), phases.Work(args, None, main, None, schedule))
     err = capsys.readouterr().err
     assert err.endswith(f"use --bn-momentum {value}\n") if value else err == ""
 

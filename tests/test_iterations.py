@@ -178,7 +178,7 @@ def test_durations_are_converted_to_steps(parse):
         args = parse(*flags)
         assert (durations.total_steps(args, TIMELINE), durations.steps_of(args, TIMELINE, 2.4)) == expected
     args = parse("--accumulate-steps", "2", "--sizes", "32:0,32:1:4:0.5", "--epochs", "2")
-    assert stages.timeline(args, 30) == (2, ((0, 1, 1), (1, 3, 0.5)))
+    assert stages.timeline(args.part(stages.Options), 30) == (2, ((0, 1, 1), (1, 3, 0.5)))
 
 
 @pytest.mark.parametrize("flags", [["--epochs", "4"], [*STEPS, "--num-iter", "12", "--save-interval", "1"]], ids=str)
@@ -204,15 +204,17 @@ def test_schedule_counts_steps_of_each_stage(run_train, caplog):
 
 def test_unfreezing_keeps_size_of_its_stage(parse):
     flags = ["--epochs", "4", "--sizes", "32:0,24:1:4:0.5,32:3", "--freeze", "stem", "--unfreeze-at", "2"]
+    args = parse(*flags)
     actual = [
-        (first_epoch, args.image_shape[1:], args.batch_size, args.freeze, lr_factor)
-        for first_epoch, args, lr_factor in stages.stages(parse(*flags))
+        (stage.first_epoch, of_stage.image_shape[1:], of_stage.batch_size, of_stage.freeze, stage.lr_factor)
+        for stage in stages.stages(args.part(stages.Options))
+        for of_stage in [args.stage(stage.changes)]
     ]
     expected = [(0, [32, 32], 8, ["stem"], 1), (1, [24, 24], 4, ["stem"], 0.5), (2, [24, 24], 4, None, 0.5)]
     assert actual == [*expected, (3, [32, 32], 8, None, 1)]
     args = parse("--epochs", "4")
-    [(first_epoch, only, _)] = stages.stages(args)
-    assert first_epoch == 0 and only is args
+    [stage] = stages.stages(args.part(stages.Options))
+    assert stage.first_epoch == 0 and args.stage(stage.changes) is args
 
 
 def test_num_iter_may_end_inside_a_stage(run_train):
@@ -236,9 +238,10 @@ def test_batch_may_contain_the_whole_data_set(parse):
     assert [durations.used_batches(batches, 4) for batches in (4, 7, 8)] == [4, 4, 8]
     with pytest.raises(UsageError, match="--accumulate-steps 4: the loader has 3 batches per epoch; use a smaller num"):
         durations.used_batches(3, 4)
-    assert stages.timeline(parse("--batch-size", "30"), 30).batches(0) == 1
+    options = parse("--batch-size", "30").part(stages.Options)
+    assert stages.timeline(options, 30).batches(0) == 1
     with pytest.raises(UsageError, match="batch size 30 exceeds the 29 training images"):
-        stages.timeline(parse("--batch-size", "30"), 29)
+        stages.timeline(options, 29)
 
 
 def test_schedule_counts_steps(parse):

@@ -386,11 +386,12 @@ def test_rates_of_several_processes_are_multiplied(shard):
 def test_suggestion_states_factor_of_training(tmp_path, capsys, shard):
     """A curve that is still falling at the highest rate causes a warning."""
     args = config.parse_args(tiny("--image-root", "DATA", "--output-dir", tmp_path, "--accumulate-steps", "2"))
+    options = args.part(lr_find.Options)
     shard(world_size=3)
     for to_lr, is_warned in ((10.0, False), (0.05, True)):
         search = SimpleNamespace(from_lr=1e-6, to_lr=to_lr, steps=100)
         losses = synthetic(high=to_lr)[1]
-        assert lr_find._write(search, args, tmp_path / f"{to_lr:g}", losses, False) is None
+        assert lr_find._write(search, options, tmp_path / f"{to_lr:g}", losses, False, args.as_dict()) is None
         curve = lr_curve.read(tmp_path / f"{to_lr:g}" / lr_curve.DATA)
         out, err = capsys.readouterr()
         factor = "(training multiplies --lr by 6, the number of processes times --accumulate-steps)"

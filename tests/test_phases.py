@@ -22,8 +22,10 @@ def find_start(photos, tmp_path):
         words = tiny(*places, *flags)
         at = words.index("--num-of-class")
         args = config.parse_args(words[:at] + words[at + 2 :])
-        phases.start(args)
-        return args, phases.find_start(args)
+        run = phases.Run(args)
+        run.start()
+        run.find_start()
+        return args, run.checkpoint
 
     return find_start
 
@@ -50,11 +52,11 @@ def test_only_training_that_reached_its_end_is_done():
     flags = "--iter-unit batch --num-iter 7 --patience 2 --warmup-epochs 0"
     args = config.parse_args(tiny(*flags.split()))
     checkpoint = SimpleNamespace(is_done=lambda *flags: flags == ("batch", 90, 7, 2))
-    assert phases.is_done(args, checkpoint)
-    assert not phases.is_done(args, None)
-    assert not phases.is_done(args, SimpleNamespace(is_done=lambda *_: False))
+    assert phases.Run(args, checkpoint).is_done
+    assert not phases.Run(args).is_done
+    assert not phases.Run(args, SimpleNamespace(is_done=lambda *_: False)).is_done
     args = config.parse_args([*TINY, *flags.split(), "--run-scope", "eval_only", "--from-checkpoint", "c"])
-    assert not phases.is_done(args, checkpoint)
+    assert not phases.Run(args, checkpoint).is_done
 
 
 def test_settings_that_differ_from_defaults_are_described_with_origins():
@@ -77,7 +79,7 @@ def test_inputs_of_a_run_are_protected(tmp_path, work_in):
     flags = ["--config", "c.yaml", "--skip-list", "skip.txt", "--from-pretrained-params", "epoch"]
     args = config.parse_args([*TINY, *flags, "--model-arch-name", "net.py:Net"])
     start = "--from-pretrained-params"
-    assert {(name, str(path)) for name, path in phases.input_files(args)} == {
+    assert {(name, str(path)) for name, path in phases.Run(args).input_files()} == {
         ("--config", "c.yaml"),
         ("--skip-list", "skip.txt"),
         ("--model-arch-name", "net.py"),
@@ -85,7 +87,7 @@ def test_inputs_of_a_run_are_protected(tmp_path, work_in):
         (start, "epoch.pdopt"),
         (start, "epoch/x.pdema"),
     }
-    assert phases.input_files(config.parse_args(TINY)) == []
+    assert phases.Run(config.parse_args(TINY)).input_files() == []
 
 
 # Half precision requires a GPU, so the following tests replace the functions that change or compile programs for it.
@@ -140,7 +142,9 @@ def test_bn_is_folded_after_the_weights_are_averaged(monkeypatch, flags, trains,
     monkeypatch.setattr(phases.averages, "evaluate", lambda *programs: lambda: updates.append("averages"))
     monkeypatch.setattr(phases, "_fold", lambda *programs: [lambda: updates.append("folded")])
     monkeypatch.setattr(phases.program, "compile_prog", lambda *arguments, **options: None)
-    args, training = half_precision(**flags), phases.Work(None, None, "training", None) if trains else None
-    _, evaluation = phases.compile_programs(args, "exe", training, phases.Work(args, None, "evaluation", None))
-    evaluation.refresh()
+    training = phases.Work(None, None, "training", None) if trains else None
+    args = SimpleNamespace(part=lambda cls: half_precision(**flags))
+    run = phases.Run(args, None, "exe", training, phases.Work(args, None, "evaluation", None))
+    run.compile_programs()
+    run.evaluation.refresh()
     assert updates == expected

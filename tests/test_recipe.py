@@ -22,7 +22,7 @@ def choose(images, *flags, has_gpu=False, weights=LITE, processes=1, memory=64 *
     """Return the settings that --choose-recipe chooses for a data set and a machine."""
     settings = config.parse_args(["--choose-recipe", *flags])
     settings.resolve("machine", device="gpu" if has_gpu else "cpu")
-    recipe.choose_from(settings, recipe.Facts(images, processes, cores, memory, has_gpu, weights, resumed))
+    recipe.Recipe(settings, recipe.Facts(images, processes, cores, memory, has_gpu, weights, resumed)).choose()
     validation.check(settings)
     return settings
 
@@ -61,7 +61,7 @@ def test_explicit_flags_drop_conflicting_choices(capsys):
     flags = ["--asp", "--prune-model", "--amp-dtype", "bfloat16"]
     s = config.parse_args(["--choose-recipe", *flags])
     s.resolve("machine", device="gpu")
-    recipe.choose_from(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
+    recipe.Recipe(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {})).choose()
     resolution.drop_unused(s)
     validation.check(s)
     assert (s.amp, s.amp_level, s.amp_dtype, s.origin("amp_level")) == (True, "O1", "bfloat16", "default")
@@ -109,7 +109,7 @@ def test_installed_weights_are_fine_tuned():
 def test_images_are_larger_in_evaluation():
     s = choose(294)
     assert (s.sizes, s.crop_size, s.resize_short, s.image_shape) == (["224:0"], 256, 256, [4, 256, 256])
-    assert [stage.settings.crop_size for stage in stages.stages(s)] == [224]
+    assert [s.stage(stage.changes).crop_size for stage in stages.stages(s.part(stages.Options))] == [224]
     assert s.origin("sizes") == "chosen: image size of the weights"
     assert s.origin("crop_size") == "chosen: larger than the training images"
 
@@ -236,7 +236,8 @@ def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeyp
     meta = json.loads((tmp_path / "bare/Tiny/0/meta.json").read_text())
     assert meta["arguments"]["weight_decay"] == 5e-4
     # A different recipe has no effect, because the resumed run inherits the recipe in its checkpoint.
-    monkeypatch.setattr(recipe, "choose_from", lambda s, _: s.choose("test", weight_decay=0.3, color_jitter=0.5))
+    choice = {"weight_decay": 0.3, "color_jitter": 0.5}
+    monkeypatch.setattr(recipe.Recipe, "choose", lambda self: self._settings.choose("test", **choice))
     assert run_bare(*flags)[0] == 0
     meta = json.loads((tmp_path / "bare/Tiny/1/meta.json").read_text())
     assert (meta["arguments"]["weight_decay"], meta["arguments"]["color_jitter"]) == (5e-4, 0.2)

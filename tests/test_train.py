@@ -425,7 +425,7 @@ def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     args = frozen(config.parse_args(["--config", str(path)]))
     assert args.model_arch_name in models.MODELS
     assert f" {args.epochs} epochs" in path.read_text()  # the header of the recipe
-    timeline = stages.timeline(args, images=8_000)
+    timeline = stages.timeline(args.part(stages.Options), images=8_000)
     schedule = schedules.build_lr_scheduler(args.part(schedules.Options), timeline)
     end = timeline.steps_before(args.epochs)
     rates = [schedule.step(step) or schedule() for step in range(end + 1)]

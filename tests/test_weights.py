@@ -42,7 +42,8 @@ def small(monkeypatch):
 
 
 def tensors(classes=1000, arch="Small"):
-    """Return a state_dict with random values and the parameter names of torchvision."""
+    """Return random values for a state_dict as in paddle.vision: the layers have the names of torchvision, but BN
+    statistics have the names, and the classifier has the layout, of Paddle."""
     random, state = np.random.default_rng(0), {}
     for name, parameter in conversion.parameters(arch, classes).items():
         name = name.replace("stem.0.conv", "conv1").replace("stem.0.bn", "bn1").replace("classifier", "fc")

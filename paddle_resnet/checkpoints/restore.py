@@ -6,10 +6,10 @@ variables.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation, values
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
-from paddle_resnet.settings.groups import images
+from paddle_resnet.settings.field import about
+from paddle_resnet.settings.groups import images, start
 from paddle_resnet.settings.values import FlagValue, flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -36,6 +37,18 @@ if TYPE_CHECKING:
     from paddle_resnet.data.iterators import Loader, TrainingLoader
     from paddle_resnet.optimizers.schedules import Schedule
     from paddle_resnet.utils.meters import AverageMeter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(start.Settings):
+    """The flags that specify the checkpoint from which a run starts; see `train.py --help all`. `arch` is the value of
+    --model-arch-name if it is explicit, otherwise None."""
+
+    iter_unit: str
+    model_arch_name: str
+    output_dir: str
+    arch: str | None = about("explicit", "model_arch_name")
+    model_prefix: FlagValue = about("flag_value", "model_prefix")
 
 
 def find(args: values.Settings) -> StartCheckpoint | None:
@@ -51,10 +64,11 @@ def find(args: values.Settings) -> StartCheckpoint | None:
         UsageError: the requested checkpoint does not exist, is damaged or cannot be read; its position is unknown; or
             the folder is in use by another run, or contains runs of several networks.
     """
-    checkpoint = exchange.from_rank_0(lambda: _find(_search, args))
-    if checkpoint is None and args.from_pretrained_params is not None:
-        path, arch = args.from_pretrained_params, args.explicit("model_arch_name")
-        folder = exchange.from_rank_0(lambda: str(_find(folders.resolve, path, arch)))
+    options = args.part(Options)
+    checkpoint = exchange.from_rank_0(lambda: _find(_search, options))
+    path = options.from_pretrained_params
+    if checkpoint is None and path is not None:
+        folder = exchange.from_rank_0(lambda: str(_find(folders.resolve, path, options.arch)))
         args.set(args.origin("from_pretrained_params"), from_pretrained_params=folder)
     return checkpoint and StartCheckpoint(**checkpoint)
 
@@ -68,44 +82,36 @@ def _find(search, *arguments):
         ) from e
 
 
-def _search(args):
-    model_prefix = args.flag_value("model_prefix")
-    if args.resume:
-        folder = folders.run_folder(args.output_dir, args.model_arch_name)
+def _search(options):
+    if options.resume:
+        folder = folders.run_folder(options.output_dir, options.model_arch_name)
         if folder.is_dir():
             _clean(folder)
-        has_checkpoint = args.from_checkpoint is not None
-        checkpoint = _newest(folder, model_prefix, args.iter_unit, resumes=True, has_alternative=has_checkpoint)
+        checkpoint = _newest(folder, options, resumes=True)
         if checkpoint:
             return {**checkpoint, "label": f"--resume: {checkpoint['folder']}"}
-        if not args.start_paths() and not args.is_explicit("model_arch_name"):
+        if not options.is_from_weights and options.arch is None:
             _check_default_network(folder)
         logger.info(f"--resume: {folder} contains no checkpoint yet, so a new run starts")
-    if args.from_checkpoint is None:
+    if options.from_checkpoint is None:
         return None
-    root, epoch, arch = Path(args.from_checkpoint), args.last_epoch_of_checkpoint, args.explicit("model_arch_name")
-    checkpoint = _selected(root, epoch, arch, model_prefix, args.iter_unit)
+    checkpoint = _selected(options)
     return {**checkpoint, "label": f"--from-checkpoint {checkpoint['folder']}"}
 
 
-def _selected(root, wanted, arch, model_prefix, iter_unit):
+def _selected(options):
     """Return the fields of StartCheckpoint for --from-checkpoint.
 
-    Args:
-        root: value of --from-checkpoint.
-        wanted: value of --last-epoch-of-checkpoint.
-        arch: value of --model-arch-name if it is explicit, otherwise None.
-        model_prefix: values.FlagValue of --model-prefix.
-        iter_unit: value of --iter-unit.
     Raises:
         UsageError: the folder does not contain the checkpoint, the checkpoint is damaged, or the folder contains runs
             of several networks.
     """
+    root, wanted, model_prefix = Path(options.from_checkpoint), options.last_epoch_of_checkpoint, options.model_prefix
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
         problem = "is not a folder" if root.exists() else "does not exist"
         raise UsageError(f"{flag}: {problem}; choose a folder that contains a checkpoint")
-    root = folders.resolve(root, arch) if wanted is None else folders.run_in(root, arch)
+    root = folders.resolve(root, options.arch) if wanted is None else folders.run_in(root, options.arch)
     prefix = folders.foreign_prefix(root, model_prefix)
     if wanted is None:
         if not _has_files(root, model_prefix):
@@ -117,11 +123,11 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
     below = [p for p in folders.below(root) if _has_files(p, model_prefix)]
     epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted == "auto" and below:
-        return _newest(root, model_prefix, iter_unit)
+        return _newest(root, options)
     if _has_files(root, model_prefix) and (wanted == "auto" or wanted == _epoch_of(root)):
-        return _position(root, _verified(root, flag), iter_unit)
+        return _position(root, _verified(root, flag), options.iter_unit)
     if wanted in epochs:
-        return _position(root / str(wanted), _verified(root / str(wanted), flag), iter_unit)
+        return _position(root / str(wanted), _verified(root / str(wanted), flag), options.iter_unit)
     remedy = f"use an existing epoch ({some(list(map(str, epochs)))})" if epochs else "choose a different folder"
     name = "checkpoint" if wanted == "auto" else f"folder {wanted}"
     raise UsageError(
@@ -154,28 +160,23 @@ def _clean(folder):
         raise folders.unwritable(folder, e) from e
 
 
-def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False):
-    """Return the fields of StartCheckpoint for the newest valid checkpoint below a folder, or None if the folder
-    contains no checkpoint. Damaged checkpoints trigger a warning and are skipped.
+def _newest(root, options, resumes=False):
+    """Return the fields of StartCheckpoint for the newest valid checkpoint below the folder `root`, or None if the
+    folder contains no checkpoint. Damaged checkpoints trigger a warning and are skipped.
 
-    Args:
-        root: folder that contains the checkpoints.
-        model_prefix: values.FlagValue of --model-prefix.
-        iter_unit: value of --iter-unit.
-        resumes: whether the search is for --resume. If `resumes` is False and another program wrote all checkpoints,
-            the newest of these checkpoints is returned.
-        has_alternative: for --resume, whether the run can start from --from-checkpoint instead. If has_alternative is
-            True and another program wrote all checkpoints, None is returned.
+    If another program wrote all checkpoints, return the newest one; or, if the search is for --resume (`resumes`) and
+    the run can start from --from-checkpoint instead, None.
+
     Raises:
         UsageError: none of the checkpoints is valid; the search is for --resume, another program wrote all checkpoints,
-            and has_alternative is False; or _position fails.
+            and there is no --from-checkpoint; or _position fails.
     """
     valid, others = folders.newest_first(root)
-    foreign = [folder for folder, _ in others if _is_foreign(folder, model_prefix)]
+    foreign = [folder for folder, _ in others if _is_foreign(folder, options.model_prefix)]
     if not valid and foreign and len(foreign) == len(others):
         if not resumes:
-            return _position(foreign[-1], None, iter_unit)
-        if has_alternative:
+            return _position(foreign[-1], None, options.iter_unit)
+        if options.from_checkpoint is not None:
             return None
         # Raise an error, because this program may have written the checkpoints, and their meta.json files may have been
         # deleted.
@@ -188,7 +189,7 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         logger.warn(f"{folder}: skipped, because it is not a valid checkpoint ({problem}); move it away")
     for folder, _ in valid:
         try:
-            return _position(folder, folders.verify(folder), iter_unit)
+            return _position(folder, folders.verify(folder), options.iter_unit)
         except folders.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
@@ -248,25 +249,22 @@ def _has_files(folder, model_prefix):
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
 
-def origin(
-    checkpoint: StartCheckpoint | None, pretrained: str | None, model_prefix: FlagValue
-) -> tuple[str | None, dict[str, Any] | None]:
+def origin(checkpoint: StartCheckpoint | None, options: Options) -> tuple[str | None, dict[str, Any] | None]:
     """Return the checkpoint from which the run loads its initial variables, as (folder, meta.json or None), or (None,
     None) if there is no checkpoint.
 
     Args:
         checkpoint: the checkpoint that the run starts from (result of find), or None.
-        pretrained: value of --from-pretrained-params.
-        model_prefix: values.FlagValue of --model-prefix.
+        options: flags of the start.
     Raises:
         UsageError: the file that --from-pretrained-params specifies does not exist, or the meta.json next to it is
             damaged.
     """
     if checkpoint:
         return checkpoint.folder, checkpoint.meta
-    if pretrained is None:
+    if options.from_pretrained_params is None:
         return None, None
-    return exchange.from_rank_0(lambda: _origin_of_pretrained(pretrained, model_prefix))
+    return exchange.from_rank_0(lambda: _origin_of_pretrained(options.from_pretrained_params, options.model_prefix))
 
 
 def _origin_of_pretrained(pretrained, model_prefix):
@@ -295,9 +293,11 @@ def resolve_network(args: values.Settings) -> None:
     Raises:
         UsageError: the flags of the checkpoint cannot be read, or find() or origin() fails.
     """
-    if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
+    options = args.part(Options)
+    if options.resume and options.is_from_weights and options.arch is None:
         first = args.copy("internal", resume=False)
-        folder, meta = origin(find(first), first.from_pretrained_params, first.flag_value("model_prefix"))
+        checkpoint = find(first)
+        folder, meta = origin(checkpoint, first.part(Options))
         if meta is not None:
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
@@ -314,7 +314,7 @@ def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> 
         UsageError: the flags, including the inherited flags, are invalid or contradict each other; or origin or
             recorded_flags fails.
     """
-    folder, meta = origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
+    folder, meta = origin(checkpoint, args.part(Options))
     if meta is not None:
         recorded = recorded_flags(folder, meta, args.explicit("model_arch_name"))
         resumes = bool(checkpoint and checkpoint.resumes and args.run_scope.trains)
@@ -382,7 +382,7 @@ def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -
     """
     try:
         args = parsing.from_dict(meta["arguments"])
-        validation.check_sizes(args.part(images.Settings))
+        validation.check_none(images.size_conflicts(args.part(images.Settings)))
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
             args.resolve("recorded", model_arch_name=registered_name(recorded))  # run folders have the registered name
@@ -500,7 +500,7 @@ def restore(
             "--accumulate-steps, or a checkpoint from the end of an epoch"
         )
     if checkpoint.is_inside and loader.step != checkpoint.step:
-        checkpoint = dataclasses.replace(checkpoint, step=0)
+        checkpoint = replace(checkpoint, step=0)
         logger.warn(
             f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
             "checkpoint's parameters; to continue inside the epoch, use the original data, flags and number of "

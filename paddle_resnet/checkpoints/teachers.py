@@ -14,7 +14,7 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.checkpoints import folders, restore, schema, variables
 from paddle_resnet.components import quantization
-from paddle_resnet.components.distillation import PREFIX, Teacher
+from paddle_resnet.components.distillation import PREFIX, Settings, Teacher
 from paddle_resnet.components.sparsity import MASK
 from paddle_resnet.data import numbering
 from paddle_resnet.job import exchange
@@ -146,6 +146,13 @@ def check_classes(program: static.Program, classes: Sequence[str]) -> None:
             f"({restore.first_difference(teacher.classes, now)}); use a teacher that was trained on the classes of "
             "this run"
         )
+
+
+def start(settings: Settings, loaded: facts.Loaded) -> bool:
+    """Like `start` of a component: load the teacher of a training program, and return whether the trained weights have
+    changed. For exceptions, see load."""
+    load(loaded.program, loaded.place)
+    return False
 
 
 def load(program: static.Program, place: variables.Place) -> None:

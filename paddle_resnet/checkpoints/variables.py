@@ -24,9 +24,11 @@ from paddle_resnet.components import distillation, quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
 from paddle_resnet.settings import values
+from paddle_resnet.settings.field import about
 from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 Place = paddle.CPUPlace | paddle.CUDAPlace
 
@@ -36,48 +38,20 @@ MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a half-precisi
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a run uses the weights that it loads. The options determine which differences between the checkpoint and the
-    program are errors, and which remedies the error messages suggest.
+    """The flags that determine which differences between a checkpoint and the program are errors, and which remedies
+    the error messages suggest; see `train.py --help all`."""
 
-    Attributes:
-        arch: value of --model-arch-name.
-        model_prefix: values.FlagValue of --model-prefix.
-        pretrained: value of --from-pretrained-params.
-        skips_classifier: whether --pretrained-mismatch is skip-classifier.
-        trains: whether the run trains.
-        resumes: whether --resume is set.
-        prunes: whether --prune-model is set.
-        has_explicit_asp: whether --asp is explicit.
-        loss_scale: fixed loss scale, which replaces the loss scale in a checkpoint, or None if the scale is dynamic.
-        is_verbose: whether error messages list the variables.
-    """
-
-    arch: str
-    model_prefix: values.FlagValue
-    pretrained: str | None
-    skips_classifier: bool
-    trains: bool
-    resumes: bool
-    prunes: bool
-    has_explicit_asp: bool
-    loss_scale: float | None
-    is_verbose: bool
-
-    @classmethod
-    def of(cls, args: values.Settings) -> "LoadOptions":
-        """Return the options that the flags specify."""
-        return cls(
-            arch=args.model_arch_name,
-            model_prefix=args.flag_value("model_prefix"),
-            pretrained=args.from_pretrained_params,
-            skips_classifier=args.pretrained_mismatch == "skip-classifier",
-            trains=args.run_scope.trains,
-            resumes=args.resume,
-            prunes=args.prune_model,
-            has_explicit_asp=args.is_explicit("asp"),
-            loss_scale=None if args.use_dynamic_loss_scaling else args.scale_loss,
-            is_verbose=args.verbose,
-        )
+    from_pretrained_params: str | None
+    model_arch_name: str
+    pretrained_mismatch: str
+    prune_model: bool
+    resume: bool
+    run_scope: RunScope
+    scale_loss: float
+    use_dynamic_loss_scaling: bool
+    verbose: bool
+    has_explicit_asp: bool = about("is_explicit", "asp")
+    model_prefix: values.FlagValue = about("flag_value", "model_prefix")
 
 
 def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place) -> bool:
@@ -91,7 +65,7 @@ def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program
     """
     if checkpoint is not None:
         return load(options, checkpoint.folder, program, place, checkpoint.label)
-    if options.pretrained is not None:
+    if options.from_pretrained_params is not None:
         load_pretrained(options, program, place)
     return set()
 
@@ -128,12 +102,12 @@ def load(
         optimizer = _read(f"{prefix}.pdopt", label)
         if not optimizer:  # empty if `python -m paddle_resnet.weights` wrote the checkpoint
             raise UsageError(f"{label}: has no optimizer state; use --from-pretrained-params {folder}")
-        _load_strictly(others, optimizer, label, place, "optimizer flags", options.is_verbose)
-    if LOSS_SCALE in others and options.loss_scale is not None:
+        _load_strictly(others, optimizer, label, place, "optimizer flags", options.verbose)
+    if LOSS_SCALE in others and not options.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
-        if before.item() != options.loss_scale:
-            logger.info(f"--scale-loss {options.loss_scale:g}: replaces the checkpoint's loss scale {before.item():g}")
-            set_variable(LOSS_SCALE, np.full_like(before, options.loss_scale), place)
+        if before.item() != options.scale_loss:
+            logger.info(f"--scale-loss {options.scale_loss:g}: replaces the checkpoint's loss scale {before.item():g}")
+            set_variable(LOSS_SCALE, np.full_like(before, options.scale_loss), place)
     return set(state)
 
 
@@ -194,7 +168,7 @@ def load_states(
         saved = _read(path, checkpoint.label)
         saved = {variable: saved[name] for name, variable in state.variables.items() if name in saved}
         shapes = {name: _shape(_tensor(name).shape()) for name in state.variables.values()}
-        _load_strictly(shapes, saved, checkpoint.label, place, "--model-arch-name", options.is_verbose)
+        _load_strictly(shapes, saved, checkpoint.label, place, "--model-arch-name", options.verbose)
     return missing
 
 
@@ -231,11 +205,11 @@ def load_pretrained(options: LoadOptions, program: static.Program, place: Place)
     Raises:
         UsageError: the file is missing or damaged, or does not match the model.
     """
-    label = f"--from-pretrained-params {options.pretrained}"
-    state = read_weights(pretrained_file(options.pretrained, options.model_prefix), label)
+    label = f"--from-pretrained-params {options.from_pretrained_params}"
+    state = read_weights(pretrained_file(options.from_pretrained_params, options.model_prefix), label)
     skipped, (parameters, others) = [], variables(program)
     differing = [n for n in ends(program).last if n not in state or tuple(state[n].shape) != parameters[n]]
-    if options.skips_classifier:
+    if options.pretrained_mismatch == "skip-classifier":
         skipped = differing
         state = {name: array for name, array in state.items() if name not in skipped}
         names = f"skipped {', '.join(skipped)}, which start at 0" if skipped else "skipped nothing"
@@ -290,11 +264,11 @@ def _check_number_of_classes(options, state, parameters, classifier, label):
     (inputs, classes), own = state[weight].shape, parameters[weight]
     if inputs == own[0]:
         remedy = f"use --num-of-class {classes}"
-        if not options.trains:
+        if not options.run_scope.trains:
             remedy += " and images of its classes"
-        elif options.pretrained is not None:
+        elif options.from_pretrained_params is not None:
             remedy = f"add --pretrained-mismatch skip-classifier to train a new last layer, or {remedy}"
-        elif not options.resumes:
+        elif not options.resume:
             remedy = (
                 "to train a new last layer, use --from-pretrained-params and --pretrained-mismatch skip-classifier; "
                 f"otherwise {remedy}"
@@ -347,7 +321,7 @@ def _load_parameters(options, program, state, label, place, skipped=()):
             _check_masks_may_be_dropped(options, label)
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
     elif not is_sparse:
-        if not options.prunes:
+        if not options.prune_model:
             raise UsageError(f"{label}: has dense weights, but --asp requires pruned weights; add --prune-model")
         # With --prune-model, a program can load dense weights, because they are pruned afterwards.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
@@ -355,8 +329,8 @@ def _load_parameters(options, program, state, label, place, skipped=()):
         # Checkpoints of older versions have no mask for the first layer, which those versions did not prune.
         state |= {name: np.ones_like(read(name)) for name in dense}
         logger.info(f"{label}: has no {', '.join(dense)}; the weights of these masks remain dense")
-    remedy = f"--model-arch-name (now {options.arch}), --num-of-class, --image-shape and --asp"
-    _load_strictly(parameters, state, label, place, remedy, options.is_verbose)
+    remedy = f"--model-arch-name (now {options.model_arch_name}), --num-of-class, --image-shape and --asp"
+    _load_strictly(parameters, state, label, place, remedy, options.verbose)
     for name in parameters:
         _set_master(name, state[name], others, place)
 
@@ -374,19 +348,19 @@ def _match_ranges(options, program, parameters, state, label):
     Raise UsageError if the program requires ranges that a checkpoint lacks."""
     own = set(quantization.ranges(program))
     if own and not own & set(state):
-        if options.pretrained is None or not options.trains:
+        if options.from_pretrained_params is None or not options.run_scope.trains:
             raise UsageError(
                 f"{label}: was trained without --qat; use --from-pretrained-params to train with --qat, or remove --qat"
             )
         return {name: shape for name, shape in parameters.items() if name not in own}, state
-    if not own and options.pretrained is not None:
+    if not own and options.from_pretrained_params is not None:
         state = {name: array for name, array in state.items() if not quantization.is_range(name)}
     return parameters, state
 
 
 def _check_masks_may_be_dropped(options, label):
     if not options.has_explicit_asp:
-        keep = "--asp" if options.pretrained is None else "--asp --prune-model"
+        keep = "--asp" if options.from_pretrained_params is None else "--asp --prune-model"
         raise UsageError(
             f"{label}: has 2:4 sparse weights, which training without --asp makes dense; use {keep} to keep them "
             "sparse, or --asp false"

@@ -7,10 +7,10 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paddle_resnet.models import parts
-from paddle_resnet.settings import durations, values
+from paddle_resnet.settings import durations
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.settings.values import text
 from paddle_resnet.utils import numbers
@@ -100,60 +100,74 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """The flags from which the stages of a run are made."""
+
+    accumulate_steps: int
+    batch_size: int
+    image_shape: list[int]
+
+
 class Stage(NamedTuple):
-    """The settings for training from epoch `first_epoch` on, and the learning-rate factor."""
+    """The part of a run from epoch `first_epoch` on.
+
+    Attributes:
+        first_epoch: first epoch of the stage.
+        changes: flags whose values differ from those of the run, {origin: {name: value}}; see values.Settings.stage.
+        batch_size: images per process and batch.
+        lr_factor: factor by which the learning rate is multiplied.
+    """
 
     first_epoch: int
-    settings: values.Settings
+    changes: dict[str, dict[str, Any]]
+    batch_size: int
     lr_factor: float = 1.0
 
 
-def stages(settings: values.Settings) -> list[Stage]:
+def stages(options: Options) -> list[Stage]:
     """Return the stages of a run, in the order of their epochs. Without --sizes and --unfreeze-at, a run has one
     stage."""
-    sizes = {fields["first_epoch"]: fields for fields in map(_parse_entry, settings.sizes or ())}
-    begins = {0, *sizes, *([] if settings.unfreeze_at is None else [settings.unfreeze_at])}
-    if begins == {0} and not sizes:
-        return [Stage(0, settings)]
+    sizes = {fields["first_epoch"]: fields for fields in map(_parse_entry, options.sizes or ())}
+    begins = {0, *sizes, *([] if options.unfreeze_at is None else [options.unfreeze_at])}
     result: list[Stage] = []
     fields: dict = {}
     for first_epoch in sorted(begins):
-        fields, of_stage = sizes.get(first_epoch, fields), settings.stage()
+        fields, changes = sizes.get(first_epoch, fields), {}
+        batch_size = fields.get("batch_size", options.batch_size)
         if fields:
             size = fields["size"]
-            of_stage.resolve("--sizes", image_shape=[settings.image_shape[0], size, size], crop_size=size)
-            of_stage.resolve("--sizes", batch_size=fields.get("batch_size", settings.batch_size))
-        if settings.unfreeze_at is not None and first_epoch >= settings.unfreeze_at:
-            of_stage.resolve("--unfreeze-at", freeze=None)
-        of_stage.finalize()
-        result.append(Stage(first_epoch, of_stage, fields.get("lr_factor", 1.0)))
+            shape = [options.image_shape[0], size, size]
+            changes["--sizes"] = {"image_shape": shape, "crop_size": size, "batch_size": batch_size}
+        if options.unfreeze_at is not None and first_epoch >= options.unfreeze_at:
+            changes["--unfreeze-at"] = {"freeze": None}
+        result.append(Stage(first_epoch, changes, batch_size, fields.get("lr_factor", 1.0)))
     return result
 
 
-def stages_from(settings: values.Settings, epoch: int) -> list[Stage]:
+def stages_from(options: Options, epoch: int) -> list[Stage]:
     """Return the stage that contains an epoch, and all later stages."""
-    every = stages(settings)
+    every = stages(options)
     current = max(i for i, stage in enumerate(every) if stage.first_epoch <= epoch)
     return every[current:]
 
 
-def timeline(settings: values.Settings, images: int) -> durations.Timeline:
+def timeline(options: Options, images: int) -> durations.Timeline:
     """Return the durations.Timeline of a run.
 
     Args:
-        settings: the settings of the run.
+        options: the flags of the run.
         images: number of training images per process.
     Raises:
         UsageError: an epoch has fewer batches than --accumulate-steps, or the batch size of a stage exceeds `images`.
     """
-    count, of_stages = settings.accumulate_steps, []
-    for stage in stages(settings):
-        batch_size = stage.settings.batch_size
-        if batch_size > images:
+    count, of_stages = options.accumulate_steps, []
+    for stage in stages(options):
+        if stage.batch_size > images:
             raise UsageError(
-                f"--sizes {text(settings.sizes)}: batch size {batch_size} exceeds the "
+                f"--sizes {text(options.sizes)}: batch size {stage.batch_size} exceeds the "
                 f"{counted(images, 'training image')} per process; use {images} or less"
             )
-        steps = durations.used_batches(images // batch_size, count) // count
+        steps = durations.used_batches(images // stage.batch_size, count) // count
         of_stages.append(durations.Part(stage.first_epoch, steps, stage.lr_factor))
     return durations.Timeline(count, tuple(of_stages))

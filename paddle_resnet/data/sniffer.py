@@ -566,7 +566,7 @@ def _listed(root, folder):
 
 
 def _some(paths):
-    """Return a string with up to five paths, and the number of remaining paths."""
+    """Return up to five paths and the number of the other paths as one string."""
     names = ", ".join(paths[:5])
     return f"{names} and {len(paths) - 5} more" if len(paths) > 5 else names
 

@@ -15,9 +15,8 @@ from paddle_resnet.data.iterators import EmptyIterator, ShardIterator, Synthetic
 from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
 from paddle_resnet.models import user_file
-from paddle_resnet.settings import values
-from paddle_resnet.settings.declarations import RESUMED, of_kinds
-from paddle_resnet.settings.values import flag_name, text
+from paddle_resnet.settings.declarations import FLAGS, RESUMED, of_kinds
+from paddle_resnet.settings.values import EXPLICIT, flag_name, text
 from paddle_resnet.step import facts as program_facts
 from paddle_resnet.utils.errors import UsageError
 
@@ -28,16 +27,18 @@ LOCAL_FLAGS = (
 )
 
 
-def check_start(args: values.Settings) -> None:
+def check_start(entry: dict[str, Any]) -> None:
     """Compare flags, versions and source code between all ranks.
 
+    Args:
+        entry: result of values.Settings.as_entry.
     Raises:
         UsageError: the ranks differ. Every rank raises this error, and the message lists the values with their ranks.
     """
-    facts = {flag_name(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
-    for name in map(flag_name, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
+    facts = {flag_name(name): entry[name] for name in FLAGS if name in entry and name not in LOCAL_FLAGS}
+    for name in map(flag_name, (name for name in of_kinds(*RESUMED) if name not in entry[EXPLICIT])):
         facts[name] = f"{text(facts[name])} (default)"  # a checkpoint may replace the default
-    facts["file of --model-arch-name (hash)"] = _hash(user_file.sha256(args.model_arch_name))
+    facts["file of --model-arch-name (hash)"] = _hash(user_file.sha256(entry["model_arch_name"]))
     facts["Paddle version"] = paddle.__version__
     facts["DALI version"] = nvidia.dali.__version__
     facts["source code of this program (hash)"] = _hash(_sources())

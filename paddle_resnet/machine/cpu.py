@@ -14,7 +14,7 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
-def keep_freed_memory():
+def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next allocation. By default, malloc returns the memory of each large
     tensor to the system, and the system clears each page again when the next step touches it. Without glibc, this
     function does nothing."""

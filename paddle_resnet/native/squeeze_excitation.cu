@@ -27,7 +27,7 @@ __device__ void image_sums(const Vector<T> *x, const Vector<T> *y, int pixels, f
 #pragma unroll
   for (int i = 0; i < V; ++i) shared[i * threads + thread] = sums[i];
   __syncthreads();
-  for (int i = thread; i < V * lanes; i += threads) {  // overwrites the values of the first threads
+  for (int i = thread; i < V * lanes; i += threads) {  // a sum replaces the value of row 0, which only this thread reads
     float sum = 0;
     for (int row = 0; row < blockDim.y; ++row) sum += shared[i / lanes * threads + row * lanes + i % lanes];
     shared[i / lanes * threads + i % lanes] = sum * factor;

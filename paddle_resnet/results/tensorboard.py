@@ -37,7 +37,7 @@ def follow(
     folder: str,
     loader: ShardIterator | SyntheticIterator,
     timeline: Timeline,
-    checkpoint,
+    checkpoint: Any,
     pictures: Callable[[Any], np.ndarray],
 ) -> ShardIterator | SyntheticIterator | _Shown:
     """Write log entries as TensorBoard events from this call until logger.close(), on rank 0 only.

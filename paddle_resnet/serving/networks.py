@@ -24,6 +24,7 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
+from paddle_resnet.settings.groups import images as image_flags
 from paddle_resnet.settings.values import network_name
 from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import logger
@@ -32,6 +33,18 @@ from paddle_resnet.utils.errors import UsageError, counted
 if TYPE_CHECKING:
     from paddle_resnet.settings.values import Settings
     from paddle_resnet.utils.confidence import Temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(image_flags.Settings, task.Settings):
+    """The flags of an inference network: those of the base classes and the following; see `train.py --help all`."""
+
+    dali_device: str
+    dali_output_fp16: bool
+    data_layout: str
+    device: str
+    model_arch_name: str
+    num_of_class: int
 
 
 @dataclass
@@ -219,15 +232,16 @@ def _load(args, meta, checkpoint, channels, **options):
     """Return the Network of a checkpoint for images with three or four channels. For options, see _build; for
     exceptions, see load_checkpoint."""
     paddle.enable_static()
-    trained, startup, *_ = _build(args, quantize=args.qat)
+    trained, startup, *_ = _build(args.part(Options), quantize=args.qat)
     before = args.image_shape[0]
     args.set("internal", image_shape=[channels, *args.image_shape[1:]])
-    program, _, *outer, features = _build(args, **options)
-    network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]), features=features)
+    program, _, *outer, features = _build(args.part(Options), **options)
+    description = _describe(args.part(Options), meta, *outer[:2])
+    network = Network(args, meta, program, *outer, description, features=features)
     place = processes.place(args.device)
     with static.scope_guard(network.scope):
         network.exe.run(startup)
-        variables.load(variables.LoadOptions.of(args), checkpoint, trained, place, log=log)
+        variables.load(args.part(variables.LoadOptions), checkpoint, trained, place, log=log)
         for name in _parameter_names(program):
             if not np.isfinite(network.parameter(name)).all():
                 raise UsageError(f"{checkpoint}: {name} has values that are not finite; choose a different checkpoint")
@@ -294,7 +308,7 @@ def _meta_of_example(checkpoint):
         flags |= {"interp": "triangular"}  # all other preprocessing flags equal this project's defaults
         for arch in MODELS:
             flags["model_arch_name"] = arch
-            if _parameter_shapes(parsing.from_dict(flags)) == shapes:
+            if _parameter_shapes(parsing.from_dict(flags).part(Options)) == shapes:
                 logger.warn(
                     f"{checkpoint}: contains no {folders.META}, so the network ({arch}) is inferred from the "
                     "parameters, the preprocessing is that of NVIDIA's example, and the classes have no names; check "
@@ -309,10 +323,10 @@ def _meta_of_example(checkpoint):
     )
 
 
-def _parameter_shapes(args):
+def _parameter_shapes(options):
     """Return the shapes of a network's parameters and BN statistics, {name: shape}."""
     paddle.enable_static()
-    program, *_ = _build(args)
+    program, *_ = _build(options)
     return {name: tuple(graph.block(program).var(name).shape) for name in _parameter_names(program)}
 
 
@@ -320,11 +334,11 @@ def _parameter_names(program):
     return [var.name for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter)]
 
 
-def _build(args, uint8=False, quantize=False, mirror=False, features=False):
+def _build(options, uint8=False, quantize=False, mirror=False, features=False):
     """Return (program, startup program, images, probabilities, logits, features or None).
 
     Args:
-        args: Settings.
+        options: Options.
         uint8: see load_checkpoint.
         quantize: whether to insert the fake quantization of --qat.
         mirror: whether to average the probabilities of each image and its mirror image; requires the layout NHWC.
@@ -332,34 +346,34 @@ def _build(args, uint8=False, quantize=False, mirror=False, features=False):
     """
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
-        channels, *size = args.image_shape
-        is_nchw = args.data_layout == "NCHW"
+        channels, *size = options.image_shape
+        is_nchw = options.data_layout == "NCHW"
         if uint8:
             images = static.data("images", [None, *size, channels], dtype="uint8")
             # Compute (level * scale - mean) / std as one multiplication and one addition.
-            factor = np.float64(args.normalize_scale) / args.normalize_std
-            shift = -np.divide(args.normalize_mean, args.normalize_std)
+            factor = np.float64(options.normalize_scale) / options.normalize_std
+            shift = -np.divide(options.normalize_mean, options.normalize_std)
             factor, shift = (paddle.to_tensor(x.astype("float32").reshape(1, 3, 1, 1)) for x in (factor, shift))
             normalized = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
         else:
             shape = [3, *size] if is_nchw else [*size, 3]
-            dtype = "float16" if args.dali_output_fp16 else "float32"
+            dtype = "float16" if options.dali_output_fp16 else "float32"
             images = normalized = static.data("images", [None, *shape], dtype=dtype)
         if mirror:
             normalized = paddle.concat([normalized, paddle.flip(normalized, [2])])
         if channels == 4:
             fourth = [0, 0, 0, 1, 0, 0, 0, 0] if is_nchw else [0, 0, 0, 0, 0, 0, 0, 1]
             normalized = paddle.nn.functional.pad(normalized, fourth)
-        model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
+        model = build_model(options.model_arch_name, options.num_of_class, channels, options.data_layout)
         model.eval()
-        logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
-        last = _features(program, args.model_arch_name) if features else None
+        logits = network_logits(model, normalized, options.model_arch_name, options.num_of_class)
+        last = _features(program, options.model_arch_name) if features else None
         if quantize:
-            quantization.insert(program, on_gpu=args.device == "gpu")
+            quantization.insert(program, on_gpu=options.device == "gpu")
         with loss_head.scope():  # AMP must not change the precision of the probabilities
-            probabilities = args.part(task.Settings).task(args.num_of_class).probabilities(logits)
+            probabilities = options.task(options.num_of_class).probabilities(logits)
             if mirror:
-                pairs = paddle.reshape(probabilities, [2, -1, args.num_of_class])
+                pairs = paddle.reshape(probabilities, [2, -1, options.num_of_class])
                 probabilities = paddle.mean(pairs, axis=0)
             if last is not None:
                 last = loss_head.add_logits(last)
@@ -384,33 +398,33 @@ def _features(program, arch):
     return inputs[0]
 
 
-def _describe(args, meta, images, probabilities):
+def _describe(options, meta, images, probabilities):
     dtype = convert_dtype(images.dtype)
-    layout = "NHWC" if dtype == "uint8" else args.data_layout
-    evaluated, crop = meta["evaluated"], args.image_shape[1:]
+    layout = "NHWC" if dtype == "uint8" else options.data_layout
+    evaluated, crop = meta["evaluated"], options.image_shape[1:]
     if evaluated:
         evaluated = {
             name: evaluated[name] for name in ("top1", "top5", "map", "map_micro", "loss") if name in evaluated
         }
-        evaluated |= {"tta": args.tta} if args.tta != "none" else {}
-        evaluated |= {"decoder": args.dali_device} if args.dali_device != "auto" else {}
+        evaluated |= {"tta": options.tta} if options.tta != "none" else {}
+        evaluated |= {"decoder": options.dali_device} if options.dali_device != "auto" else {}
     return {
-        "arch": network_name(args.model_arch_name),
+        "arch": network_name(options.model_arch_name),
         "input": {
             **{"name": images.name, "shape": [None, *images.shape[1:]], "dtype": dtype, "layout": layout},
             **{"color": "RGB", "values": "levels from 0 to 255" if dtype == "uint8" else "normalized"},
         },
-        "output": {"name": probabilities.name, "shape": [None, args.num_of_class], "values": "probabilities"},
+        "output": {"name": probabilities.name, "shape": [None, options.num_of_class], "values": "probabilities"},
         "preprocessing": {
-            "resize_short": args.resize_short,
-            "interp": args.interp,
+            "resize_short": options.resize_short,
+            "interp": options.interp,
             "center_crop": crop if len(set(crop)) > 1 else crop[0],
-            "scale": args.normalize_scale,
-            "mean": args.normalize_mean,
-            "std": args.normalize_std,
+            "scale": options.normalize_scale,
+            "mean": options.normalize_mean,
+            "std": options.normalize_std,
             "conventions": preprocessing.CONVENTIONS,
         },
-        **args.part(task.Settings).task(args.num_of_class).describe(meta),
+        **options.task(options.num_of_class).describe(meta),
         "classes": meta.get("class_names", meta["classes"]),
         "epoch": meta["epoch"],
         "evaluated": evaluated,

@@ -82,6 +82,11 @@ class Settings:
         used_by=("iter_unit", ("epoch",)),
     )
 
+    @property
+    def length(self) -> int:
+        """The length of the run in the unit --iter-unit; 0 if --num-iter is missing."""
+        return (self.num_iter or 0) if self.iter_unit == "batch" else self.epochs
+
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Yield a Conflict if --iter-unit batch is set without --num-iter."""

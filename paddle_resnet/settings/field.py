@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from paddle_resnet.settings.values import flag_name, listed
+from paddle_resnet.settings.values import METHOD, flag_name, listed
 from paddle_resnet.utils import numbers
 
 _FLAG = "flag"  # key of the Flag in the metadata of a dataclass field
@@ -102,6 +102,12 @@ def flag(
     declared = Flag(Declaration(kind, topic, depends_on=depends_on, used_by=used_by, **declaration), default, options)
     start: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return dataclasses.field(**start, metadata={_FLAG: declared})
+
+
+def about(method: str, name: str) -> Any:
+    """Return a dataclass field that contains what a method of values.Settings returns for the flag `name`, for example
+    "is_explicit" or "flag_value"."""
+    return dataclasses.field(kw_only=True, metadata={METHOD: (method, name)})
 
 
 def flags(settings: type) -> dict[str, Flag]:

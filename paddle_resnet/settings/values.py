@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from paddle_resnet.utils.errors import command
 
 T = TypeVar("T")
+METHOD = "method"  # key of (method of Settings, name of a flag) in the metadata of a field; see field.about
 EXPLICIT = "explicit_flags"
 # Further keys of the first entry of a report. ENVIRONMENT describes the machine and the software; EVALUATED is the
 # folder of the checkpoint that a run without training evaluates.
 ENVIRONMENT, EVALUATED = "environment", "evaluated_checkpoint"
 _CHOSEN = "chosen: "
+# Origins of the values that override values of a file or a recipe.
+_HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
 
 
@@ -63,8 +66,8 @@ class Settings:
         """
         if self._is_frozen:
             raise dataclasses.FrozenInstanceError(
-                f"settings.{next(iter(values))}: settings are frozen when a program is built; set the value earlier, "
-                "or use settings.copy()"
+                f"settings.{next(iter(values))}: these settings are frozen; set the value before program.start(), or "
+                "use settings.copy()"
             )
         if unknown := values.keys() - vars(self).keys():
             raise AttributeError(f"settings.{min(unknown)}: not a flag; see {command('train', '--help')}")
@@ -115,10 +118,16 @@ class Settings:
         """If these settings belong to a stage, the settings of the entire run; otherwise, these settings."""
         return self._run
 
-    def stage(self) -> "Settings":
-        """Return a copy of the run's settings for use in one stage of the run."""
+    def stage(self, changes: dict[str, dict[str, Any]]) -> "Settings":
+        """Return the settings for one stage of the run, with `changes`, {origin: {name: value}}: these settings if
+        there are no changes, otherwise a frozen copy."""
+        if not changes:
+            return self
         copy = self.copy()
         object.__setattr__(copy, "_run", self)
+        for origin, values in changes.items():
+            copy.resolve(origin, **values)
+        copy.finalize()
         return copy
 
     def copy(self, origin: str = "Python", /, **values: Any) -> "Settings":
@@ -132,8 +141,12 @@ class Settings:
     def part(self, cls: type[T]) -> T:
         """Return the values of the flags that `cls` declares, as an instance of `cls`, such as rates.Settings."""
         if cls not in self._parts:
-            self._parts[cls] = cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
+            self._parts[cls] = cls(**{field.name: self._value(field) for field in dataclasses.fields(cls)})
         return self._parts[cls]
+
+    def _value(self, field):
+        method, name = field.metadata.get(METHOD, ("__getattribute__", field.name))
+        return getattr(self, method)(name)
 
     def origin(self, name: str) -> str:
         return self._origins.get(name, "default")
@@ -163,6 +176,13 @@ class Settings:
     def is_chosen(self, name: str) -> bool:
         """Return whether --choose-recipe or --budget-minutes has chosen the value of a flag."""
         return self.origin(name).startswith(_CHOSEN)
+
+    def rank(self, name: str) -> int:
+        """Return 3 for a value that overrides values of a file or a recipe, such as a value from the command line, 2
+        for a value from a file, 1 for a value that the program has chosen (choose), and 0 for all others."""
+        if self.is_chosen(name):
+            return 1
+        return 2 if self.origin(name).startswith("file ") else 3 if self.origin(name) in _HIGHEST else 0
 
     def start_paths(self) -> dict[str, str]:
         """Return {flag: path} for --from-checkpoint and --from-pretrained-params, if they are set."""

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import fusion, statistics
+from paddle_resnet.settings.field import about
 from paddle_resnet.step import cuda_graph, facts, scalars, trace
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -42,6 +44,7 @@ class Options:
     output_dir: str
     profile_steps: list[int] | None
     run_scope: RunScope
+    has_explicit_graph: bool = about("is_explicit", "cuda_graph")
 
 
 class CompiledStep(static.CompiledProgram):
@@ -63,7 +66,7 @@ class CompiledStep(static.CompiledProgram):
         self.trace: trace.Trace | None = None
         self.accumulating: CompiledStep | PirStep | None = None
 
-    def step(self, exe, variables):
+    def step(self, exe: static.Executor, variables: Sequence[static.Variable]) -> Callable:
         """Return a function with the arguments of Executor.run that runs a step and fetches `variables`."""
         return functools.partial(exe.run, self, fetch_list=variables)
 
@@ -82,7 +85,7 @@ class PirStep:
         self.trace: trace.Trace | None = None
         self.accumulating: CompiledStep | PirStep | None = None
 
-    def step(self, exe, variables):
+    def step(self, exe: Any, variables: Sequence[static.Variable]) -> Callable:
         """Return a function with the arguments of Executor.run that runs a step and fetches `variables`. The next step
         would overwrite the tensors that the Executor returns, so the function returns copies."""
         run = functools.partial(exe.run, self._program, fetch_list=[*map(self._variable_of, variables)])
@@ -103,17 +106,14 @@ def build_strategy(options: Options, is_train: bool) -> Any:
     return strategy
 
 
-def compile_step(
-    options: Options, program: static.Program, is_train: bool, graph_is_explicit: bool
-) -> CompiledStep | PirStep:
-    """Return the CompiledStep or PirStep of a program, which is not modified. See program.compile_prog.
-    `graph_is_explicit` is whether the user has set --cuda-graph."""
+def compile_step(options: Options, program: static.Program, is_train: bool) -> CompiledStep | PirStep:
+    """Return the CompiledStep or PirStep of a program, which is not modified. See program.compile_prog."""
     processes.check_resolved(options.device)
     if facts.of(program).optimizer is None:
         _check_rule(options.optimizer, program)
-    compiled = _compile(options, program, is_train, graph_is_explicit)
+    compiled = _compile(options, program, is_train)
     if is_train and options.accumulate_steps > 1:
-        compiled.accumulating = _compile(options, program, is_train, graph_is_explicit, accumulation.remove_update)
+        compiled.accumulating = _compile(options, program, is_train, accumulation.remove_update)
     return compiled
 
 
@@ -128,7 +128,7 @@ def _check_rule(name, program):
         )
 
 
-def _compile(options, source, is_train, graph_is_explicit, change=lambda program: None):
+def _compile(options, source, is_train, change=lambda program: None):
     """Return the compiled step of a copy of a program to which `change` has been applied."""
     program, variable_of = graph.clone(source)
     facts.share(source, program)
@@ -151,9 +151,9 @@ def _compile(options, source, is_train, graph_is_explicit, change=lambda program
         strategy.fuse_elewise_add_act_ops = False
     compiled = _traced(options, CompiledStep(program, strategy, source, place), is_train)
     if options.kernels == "native":
-        untested = cuda_graph.untested_operators(program, options.cuda_graph, graph_is_explicit)
+        untested = cuda_graph.untested_operators(program, options.cuda_graph, options.has_explicit_graph)
         if untested is not None:
-            compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, graph_is_explicit)
+            compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, options.has_explicit_graph)
     return compiled
 
 

@@ -75,7 +75,7 @@ class Pair:
 
 @dataclass
 class Report:
-    """The result of a search.
+    """The result of a search for duplicates.
 
     Attributes:
         images: {"train": number of compared images, "val": ...}.

@@ -78,7 +78,7 @@ def augmented(
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
     resolution.resolve_classes(args, Mode.TRAIN)
     args.set("internal", batch_size=versions)
-    numbers, listed = dali.data_root(args).images(Mode.TRAIN, args.num_of_class)
+    numbers, listed = dali.data_root(args.part(dali.DataOptions)).images(Mode.TRAIN, args.num_of_class)
     names = numbers.class_names or []
     places = np.linspace(0, len(listed) - 1, min(images, len(listed))).astype(int)
     decodable, skipped = [], 0
@@ -292,7 +292,7 @@ def open_loader(root: str | Path, arguments: list[str]) -> tuple[Loader, Setting
     of training images. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
-    data = dali.data_root(args)
+    data = dali.data_root(args.part(dali.DataOptions))
     if args.data_format != "synthetic":
         size = loaders.open_split(data, args.part(loaders.Options), Mode.TRAIN, True).size
         args.resolve("data", batch_size=min(args.batch_size, size))

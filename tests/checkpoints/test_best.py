@@ -113,7 +113,7 @@ def test_checkpoints_inside_epochs_do_not_replace_epoch_checkpoints(run_train, s
 
 def test_patience_without_evaluation_is_an_error(run_train, capsys):
     assert run_train("--patience", "3", "--run-scope", "train_only")[0] == 2
-    assert_one_error(capsys.readouterr().err, ["--patience 3: requires evaluations; use 0"])
+    assert_one_error(capsys.readouterr().err, ["--patience 3: requires evaluations; use --patience 0"])
 
 
 @pytest.mark.soak

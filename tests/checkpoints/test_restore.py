@@ -372,11 +372,11 @@ def test_resumed_training_uses_bn_statistics_of_its_own_rank(args, run, monkeypa
     checkpoint = find(args, saver.folder.parent, "auto")
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=False)
-        variables.load(variables.LoadOptions.of(args), checkpoint.folder, main, PLACE)
+        variables.load(args.part(variables.LoadOptions), checkpoint.folder, main, PLACE)
         assert not np.array_equal(variable("batch_norm_2.w_1"), own["batch_norm_2.w_1"])
     with static.scope_guard(static.Scope()):
         _, _, fetchs, schedule, main = build(args)
-        variables.load(variables.LoadOptions.of(args), checkpoint.folder, main, PLACE)
+        variables.load(args.part(variables.LoadOptions), checkpoint.folder, main, PLACE)
         restore_run(checkpoint, schedule, fetchs)
         np.testing.assert_array_equal(variable("batch_norm_2.w_1"), own["batch_norm_2.w_1"])
 
@@ -747,15 +747,18 @@ def test_files_of_other_programs_do_not_need_model_prefix(args, saved, prefix):
 
 def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
     shutil.copy(saved / "tiny.pdparams", saved / "mine.pdparams")
-    prefix = args.flag_value("model_prefix")
-    assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
-    assert restore.origin(None, str(saved / "tiny"), prefix) == (str(saved), folders.read_meta(saved))
-    assert restore.origin(None, None, prefix) == (None, None)
+
+    def origin(path):
+        return restore.origin(None, args.copy(from_pretrained_params=path).part(restore.Options))
+
+    assert origin(str(saved / "mine")) == (str(saved), None)
+    assert origin(str(saved / "tiny")) == (str(saved), folders.read_meta(saved))
+    assert origin(None) == (None, None)
     (saved / "meta.json").write_text("damaged")
     with pytest.raises(UsageError, match=f"^--from-pretrained-params {saved}/mine: damaged: meta.json is damaged; cho"):
-        restore.origin(None, str(saved / "mine"), prefix)
+        origin(str(saved / "mine"))
     (saved / "meta.json").unlink()
-    assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
+    assert origin(str(saved / "mine")) == (str(saved), None)
 
 
 @pytest.mark.parametrize("epoch", [4, None])

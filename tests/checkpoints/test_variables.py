@@ -47,7 +47,7 @@ def load(args, folder, *, is_train=True, seed=7):
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=is_train, seed=seed)
         assert (
-            variables.load(variables.LoadOptions.of(args), folder, main, PLACE) == variables.variables(main)[0].keys()
+            variables.load(args.part(variables.LoadOptions), folder, main, PLACE) == variables.variables(main)[0].keys()
         )
         return {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
 
@@ -122,7 +122,7 @@ def test_different_number_of_classes_is_rejected(args, saved):
     main.global_block().create_parameter(name=mask, shape=[1], dtype="float32")
     static.global_scope().var(mask).get_tensor().set(np.ones(1, np.float32), PLACE)
     with pytest.raises(UsageError, match="has 3 classes, but this run has 4"):
-        variables.load(variables.LoadOptions.of(args), saved[0], main, PLACE)
+        variables.load(args.part(variables.LoadOptions), saved[0], main, PLACE)
 
 
 def test_integer_parameters_are_rejected(args, saved):
@@ -151,10 +151,10 @@ def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
     (tmp_path / "tiny.pdparams").write_bytes(b"")
     with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: damaged: .*; choose a different checkpoint"):
         label = f"--from-checkpoint {tmp_path}"
-        variables.load(variables.LoadOptions.of(args), tmp_path, None, PLACE, label)
+        variables.load(args.part(variables.LoadOptions), tmp_path, None, PLACE, label)
     for path in (tmp_path, tmp_path / "tiny.pdparams"):
         with pytest.raises(UsageError, match=f"--from-pretrained-params {path}: damaged: .*; choose a different"):
-            restore.origin(None, str(path), args.flag_value("model_prefix"))
+            restore.origin(None, args.copy(from_pretrained_params=str(path)).part(restore.Options))
 
 
 @pytest.mark.parametrize("change", ["deleted", "changed", "checkpoint is being deleted"])
@@ -165,7 +165,7 @@ def test_ema_weights_that_change_after_the_check_are_an_error(args, tmp_path, ch
     files = {f"tiny.{suffix}": lambda f: f.write(state) for suffix in ("pdparams", "pdopt", "pdema")}
     folder = folders.commit(tmp_path, "0", files, META)
     args.from_pretrained_params = str(folder)
-    options = variables.LoadOptions.of(args)
+    options = args.part(variables.LoadOptions)
     variables.load(options, folder, main, PLACE)
     if change == "changed":  # a pickle of the same size with a different weight
         content = bytearray(state)
@@ -195,25 +195,13 @@ def test_missing_optimizer_file_is_rejected(args, saved):
 
 
 def test_options_come_from_flags(args):
-    expected = variables.LoadOptions("Tiny", ("tiny", True), None, False, True, False, False, False, 1.0, False)
-    assert variables.LoadOptions.of(args) == expected
-    for flags, options in (
-        ({"model_arch_name": "ResNet18"}, {"arch": "ResNet18"}),
-        ({"from_pretrained_params": "d"}, {"pretrained": "d"}),
-        ({"pretrained_mismatch": "skip-classifier"}, {"skips_classifier": True}),
-        ({"run_scope": RunScope.EVAL_ONLY}, {"trains": False}),
-        ({"resume": True}, {"resumes": True}),
-        ({"prune_model": True}, {"prunes": True}),
-        ({"asp": False}, {"has_explicit_asp": True}),
-        ({"scale_loss": 8.0}, {"loss_scale": 8.0}),
-        ({"use_dynamic_loss_scaling": True}, {"loss_scale": None}),
-        ({"verbose": True}, {"is_verbose": True}),
-    ):
-        assert variables.LoadOptions.of(args.copy(**flags)) == dataclasses.replace(expected, **options)
+    options = args.part(variables.LoadOptions)
+    assert (options.model_arch_name, options.model_prefix, options.has_explicit_asp) == ("Tiny", ("tiny", True), False)
+    assert args.copy(asp=False).part(variables.LoadOptions).has_explicit_asp
 
 
 def test_averages_are_loaded_only_if_program_and_checkpoint_have_them(args, saved):
-    options, checkpoint = variables.LoadOptions.of(args), restore.StartCheckpoint(str(saved[0]), 1, label="DIR")
+    options, checkpoint = args.part(variables.LoadOptions), restore.StartCheckpoint(str(saved[0]), 1, label="DIR")
     main = static.Program()
     assert (
         variables.load_states(options, None, main, PLACE)
@@ -245,7 +233,7 @@ def test_masks_of_sparse_weights_are_dropped_if_requested(args, saved, capsys):
     for is_train in (False, True):
         with static.scope_guard(static.Scope()):
             main = build(args, is_train=is_train)[-1]
-            options = variables.LoadOptions.of(args)
+            options = args.part(variables.LoadOptions)
             if is_train:
                 with pytest.raises(UsageError, match="has 2:4 sparse weights, which training without --asp makes"):
                     variables.load(options, saved[0], main, PLACE)
@@ -261,7 +249,7 @@ def test_pretrained_parameters_are_loaded_without_optimizer_state(args, saved, f
     args.from_pretrained_params = str(path)
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
-        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+        variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
         np.testing.assert_array_equal(variable("conv2d_0.w_0"), expected["conv2d_0.w_0"])
         assert not any(variable(v.name).any() for v in main.list_vars() if "velocity" in v.name)
 
@@ -273,7 +261,7 @@ def test_missing_pretrained_parameters_are_rejected(args, tmp_path):
         "--from-pretrained-params .*nothing: neither .*/nothing.pdparams nor .*/nothing/.*pdparams exists; choose a"
     )
     with pytest.raises(UsageError, match=message):
-        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+        variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
 
 
 def test_skip_classifier_skips_only_classifier(args, saved, capsys):
@@ -283,20 +271,20 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
         _, _, _, _, main = build(args, seed=7)
         problem = "has 3 classes, but this run has 5; add --pretrained-mismatch skip"
         with pytest.raises(UsageError, match=f"^--from-pretrained-params {folder}: {problem}"):
-            variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+            variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
         args.pretrained_mismatch = "skip-classifier"
         assert variable("linear_0.w_0").any()
-        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+        variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
         assert "skipped linear_0.b_0, linear_0.w_0, which start at 0" in capsys.readouterr().out
         assert not variable("linear_0.w_0").any() and not variable("linear_0.b_0").any()
         np.testing.assert_array_equal(variable("conv2d_2.w_0"), expected["conv2d_2.w_0"])
         set_classifier(folder)
         variables.set_variable("linear_0.w_0", np.ones((8, 5), np.float32), PLACE)
-        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+        variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
         assert not variable("linear_0.w_0").any()
         weight = np.random.randn(8, 5).astype(np.float32)
         set_classifier(folder, w_0=weight, b_0=weight[0])
-        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+        variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
         assert "skip-classifier: skipped nothing\n" in capsys.readouterr().out
         np.testing.assert_array_equal(variable("linear_0.w_0"), weight)
         # The number of classes is the problem only if all other shapes match.
@@ -315,12 +303,12 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
         ):
             set_classifier(folder, **classifier)
             with pytest.raises(UsageError, match=message):
-                variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+                variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
     args.model_arch_name = "ResNet18"
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
         with pytest.raises(UsageError, match="does not match the model"):
-            variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+            variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
 
 
 def set_classifier(folder, **arrays):
@@ -347,7 +335,7 @@ def test_pretrained_parameters_replace_master_weights(args, saved):
     _, _, _, _, main = build(args, seed=7)
     for name in ("conv2d_2.w_0", "linear_0.w_0"):
         assert add_master(main, name).any()
-    variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+    variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
     np.testing.assert_array_equal(variable("conv2d_2.w_0_fp32_master_0"), expected["conv2d_2.w_0"])
     assert not variable("linear_0.w_0_fp32_master_0").any()
 
@@ -368,13 +356,13 @@ def test_float16_parameters_are_saved_from_float32_masters(args, capsys):
     params, _ = variables.snapshot(main)
 
     def load(state, **changes):
-        options = dataclasses.replace(variables.LoadOptions.of(args), **changes)
+        options = dataclasses.replace(args.part(variables.LoadOptions), **changes)
         variables._load_parameters(options, main, state, "DIR", PLACE)
 
     dense = {parameter: array for parameter, array in params.items() if parameter != name + ".asp_mask"}
     with pytest.raises(UsageError, match="DIR: has dense weights, but --asp requires pruned weights"):
         load(dense)
-    load(dense, prunes=True)
+    load(dense, prune_model=True)
     # Checkpoints of older versions have no mask for the first layer.
     other = "conv2d_2.w_0.asp_mask"
     main.global_block().create_parameter(name=other, shape=[1], dtype="float32")
@@ -386,7 +374,7 @@ def test_float16_parameters_are_saved_from_float32_masters(args, capsys):
 
 @pytest.mark.parametrize(("pretrained", "remedy"), [(None, "--asp"), ("DIR", "--asp --prune-model")])
 def test_training_without_asp_does_not_silently_make_weights_dense(args, pretrained, remedy):
-    options = dataclasses.replace(variables.LoadOptions.of(args), pretrained=pretrained)
+    options = dataclasses.replace(args.part(variables.LoadOptions), from_pretrained_params=pretrained)
     with pytest.raises(UsageError, match=f"training without --asp makes dense; use {remedy} to keep them"):
         variables._check_masks_may_be_dropped(options, "DIR")
 

@@ -48,14 +48,16 @@ def test_value_that_rank_0_lacks_is_a_difference():
 
 
 def test_flags_for_paths_and_speed_may_differ(facts, parse):
-    first = facts(agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b"))
-    assert first == facts(agreement.check_start, parse())
+    first = facts(
+        agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b").as_entry()
+    )
+    assert first == facts(agreement.check_start, parse().as_entry())
     local = {"--image-root", "--skip-list", "--allow-outside", "--report-file", "--show-config", "--verbose"}
     local |= {"--enable-cpu-affinity", "--dali-num-threads", "--dali-prefetch", "--hw-decoder-load"}
     assert not local & set(first)
     # A checkpoint may replace a default value, but not a flag that was set explicitly to the same value.
     for seed in ("7", "42"):
-        other = facts(agreement.check_start, parse("--dali-random-seed", seed))
+        other = facts(agreement.check_start, parse("--dali-random-seed", seed).as_entry())
         assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
         assert (first["--dali-random-seed"], other["--dali-random-seed"]) == ("42 (default)", int(seed))
 
@@ -70,16 +72,16 @@ def test_kernels_missing_on_one_machine_raise_with_remedy(facts):
 
 
 def test_source_code_is_compared(facts, parse, monkeypatch):
-    first = facts(agreement.check_start, parse())
+    first = facts(agreement.check_start, parse().as_entry())
     assert (first["Paddle version"], first["DALI version"]) == (paddle.__version__, nvidia.dali.__version__)
     sources = agreement._sources()
     assert {path.rpartition(".")[2] for path in sources} == {"py", "cc", "h", "cu", "cuh"}
     assert {f"paddle_resnet/{name}.py" for name in ("train", "config", "models/resnet", "utils/meters")} <= set(sources)
     monkeypatch.setattr(agreement, "_sources", lambda: {**sources, "paddle_resnet/train.py": ""})
-    other = facts(agreement.check_start, parse())
+    other = facts(agreement.check_start, parse().as_entry())
     assert {name for name in first if first[name] != other[name]} == {"source code of this program (hash)"}
     monkeypatch.setattr(agreement.user_file, "sha256", lambda name: name)
-    first, other, name = other, facts(agreement.check_start, parse()), "file of --model-arch-name (hash)"
+    first, other, name = other, facts(agreement.check_start, parse().as_entry()), "file of --model-arch-name (hash)"
     assert {name for name in first if first[name] != other[name]} == {name}
 
 

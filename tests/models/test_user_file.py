@@ -247,7 +247,7 @@ def test_file_is_compared_between_processes(file, parse, monkeypatch):
     args = parse("--model-arch-name", "net.py:Net")
     for text in (NETWORK_EXAMPLE, NETWORK_EXAMPLE, MARKED):
         file.write_text(text)
-        agreement.check_start(args)
+        agreement.check_start(args.as_entry())
     first, same, other = compared
     assert first == same
     assert [name for name in first if first[name] != other[name]] == ["file of --model-arch-name (hash)"]

@@ -59,7 +59,7 @@ def test_float32_program_is_not_folded(parse):
     args = parse()
     _, exe, fetchs, _, program = build(args, is_train=False)
     before = [op.type for op in program.global_block().ops]
-    phases.compile_programs(args, exe, None, phases.Work(args, None, program, fetchs))
+    phases.Run(args, None, exe, None, phases.Work(args, None, program, fetchs)).compile_programs()
     assert [op.type for op in program.global_block().ops] == before
 
 

@@ -201,7 +201,7 @@ def test_map_of_networks_of_the_registry_is_the_last_one(name, register, parse):
     """The channels of the last feature map are those of the layer after the global pooling."""
     register(name, with_few_blocks(models.MODELS[name]))
     args = parse("--model-arch-name", name, "--image-shape", "3,64,64", "--crop-size", "64", "--resize-short", "64")
-    program, _, images, _, logits, _ = networks._build(args)
+    program, _, images, _, logits, _ = networks._build(args.part(networks.Options))
     network = networks.Network(args, {}, program, images, logits, logits, {})
     features = heat_maps._last_feature_map(network)
     poolings = [op for op in program.global_block().ops if op.type in ("pool2d", "reduce_mean")]

@@ -142,5 +142,5 @@ def test_only_processes_with_a_gpu_are_bound(monkeypatch, device, is_enabled):
     bound = []
     monkeypatch.setattr(phases.resolution, "resolve_device", lambda args: None)
     monkeypatch.setattr(phases, "bind_to_gpu", bound.append)
-    phases.start(SimpleNamespace(device=device, enable_cpu_affinity=is_enabled))
+    phases.Run(SimpleNamespace(device=device, enable_cpu_affinity=is_enabled)).start()
     assert bool(bound) == (device == "gpu" and is_enabled)

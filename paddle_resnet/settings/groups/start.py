@@ -1,4 +1,5 @@
-"""The phases of a run, and the checkpoint or parameters from which it starts."""
+"""Flags of the start of a run: the configuration file, the phases, the checkpoint or parameters from which the run
+starts, whether it replaces an earlier run, and the seed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -157,8 +157,8 @@ def one_of(values: Sequence[T], index: int | None, place: str) -> T:
         raise UsageError(f"{place}: has no label; add one, or remove the image")
     if index is None:
         raise UsageError(
-            f"{place}: has {len(values)} labels; the import writes one label per image, so choose one with "
-            f"--label-index 0 to {len(values) - 1}"
+            f"{place}: has {len(values)} labels; the import writes one label per image, so set "
+            f"--label-index to a number from 0 to {len(values) - 1}"
         )
     if index >= len(values):
         raise UsageError(

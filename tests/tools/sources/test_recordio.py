@@ -68,8 +68,8 @@ def cut(root):
 BAD = {
     "several labels": (
         lambda root: write(root, lambda k: [k, 1]),
-        "a_train.rec: the record at byte 0: has 2 labels; the import writes one label per image, so choose one with "
-        "--label-index 0 to 1",
+        "a_train.rec: the record at byte 0: has 2 labels; the import writes one label per image, so set "
+        "--label-index to a number from 0 to 1",
     ),
     "fraction": (
         lambda root: write(root, lambda k: [k + 0.5]),

@@ -137,7 +137,9 @@ def test_features_and_labels_are_chosen_by_flags(tmp_path):
     ):
         sources.read(tmp_path, options=Options(image_column="crop"))
     options = {"image_column": "crop", "label_column": "class"}
-    with pytest.raises(UsageError, match="byte 0: class: has 2 labels; .* so choose one with --label-index 0 to 1"):
+    with pytest.raises(
+        UsageError, match="byte 0: class: has 2 labels; .* so set --label-index to a number from 0 to 1"
+    ):
         sources.read(tmp_path, options=Options(**options))
     _, splits, _ = sources.read(tmp_path, options=Options(**options, label_index=1))
     assert colors_match(splits["val"])
