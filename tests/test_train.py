@@ -164,19 +164,6 @@ def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")[0] == 0
 
 
-def test_averages_start_from_pruned_weights(run_train, tmp_path):
-    """The checkpoint contains averages of dense weights."""
-    flags = ["--ema", "0.999", "--lr", "0.0001"]
-    assert run_train(*flags)[0] == 0
-    pruned = ["--output-dir", tmp_path / "pruned", "--asp", "--prune-model", "--epochs", "2"]
-    assert run_train(*flags, *pruned, "--from-checkpoint", tmp_path / "output/Tiny/0")[0] == 0
-    folder = tmp_path / "pruned/Tiny/1"
-    masks = pickle.loads((folder / "tiny.pdparams").read_bytes())
-    averages = pickle.loads((folder / "tiny.pdema").read_bytes())
-    name = "conv2d_2.w_0"
-    assert not averages[name][masks[f"{name}.asp_mask"] == 0].any() and averages[name].any()
-
-
 def test_derived_weights_are_computed_before_an_evaluation(parse, photos, tmp_path):
     """The function `refresh` makes the network predict class 1, which 8 of the 23 images have."""
     args = frozen(parse("--image-root", photos, "--report-file", tmp_path / "report.json"))
