@@ -122,7 +122,7 @@ def test_only_half_precision_casts_the_evaluation_program(parse, gpu_lists, amp)
     args = parse()
     args.amp, args.amp_level = amp, "O2"
     compiled, _, fetchs, _, main = build(args, is_train=False, is_plain=True)
-    phases.set_weights(frozen(args), None, None, phases.Work(args, None, main, fetchs))
+    phases.Run(frozen(args), evaluation=phases.Work(args, None, main, fetchs)).set_weights()
     weights = {p.dtype for p in main.all_parameters() if "conv" in p.name}
     assert weights == {paddle.float16 if amp else paddle.float32}
 

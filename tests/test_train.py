@@ -13,7 +13,7 @@ import yaml
 
 from conftest import NHWC, ROOT, assert_one_error, assert_sparse, frozen, losses, phase
 from helpers import NVIDIA_SCRIPTS, build
-from paddle_resnet import config, dali, export, models, phases, run_report, train
+from paddle_resnet import config, dali, export, models, phases, train
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
@@ -174,7 +174,7 @@ def test_derived_weights_are_computed_before_an_evaluation(parse, photos, tmp_pa
 
     loader = dali.build_dataloader(args, Mode.EVAL)
     evaluation = phases.Work(args, loader, main, fetchs, compiled=compiled, refresh=refresh)
-    result = train._evaluate(args.part(run_report.Options), exe, evaluation, durations.Stop(0))
+    result = train._evaluate(phases.Run(args, exe=exe, evaluation=evaluation), durations.Stop(0))
     assert result["top1"] == pytest.approx(8 / 23)
 
 
