@@ -2,7 +2,7 @@
 higher rank (drop_unused)."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from paddle_resnet.settings import conflicts, inheritance, values
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS, MODULES
@@ -49,8 +49,7 @@ _OF_RUN = (
 def _found(settings: values.Settings, sources: Iterable[Any]) -> Iterator[Conflict]:
     for source in sources:
         if isinstance(source, type):
-            part: Any = settings.part(source)
-            yield from part.conflicts()
+            yield from cast(Any, settings.part(source)).conflicts()
         elif callable(source):
             yield from source(settings)
         else:
