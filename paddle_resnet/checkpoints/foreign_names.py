@@ -122,7 +122,7 @@ _BLOCKS_OF_PADDLECLAS = (
     (r"bb_(\d+)_(\d+)\.scale\.squeeze", "*.se.reduce"),
     (r"bb_(\d+)_(\d+)\.scale\.excitation", "*.se.expand"),
 )
-# In a shortcut (idpath), the pooling layer is numbered but has no weights, so only the convolution needs rules.
+# In a shortcut (idpath), a pooling layer may precede the convolution and its BN. It is numbered, but has no weights.
 _XRESNET_OF_FASTAI = (
     *((rf"{i}\.0", f"stem.{i}.conv") for i in range(3)),
     *((rf"{i}\.1", f"stem.{i}.bn") for i in range(3)),
