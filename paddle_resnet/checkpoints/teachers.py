@@ -138,7 +138,7 @@ def check_classes(program: static.Program, classes: Sequence[str]) -> None:
     """Raise UsageError if the names or the order of the classes differ between the teacher of a training program, if it
     has one, and the data set. Classes without names are only counted, by find()."""
     teacher, now = facts.of(program).teacher, [*classes]
-    if teacher is None or numbering.are_numbers(teacher.classes) or numbering.are_numbers(now):
+    if teacher is None or not numbering.have_names(teacher.classes, now):
         return
     if teacher.classes != now:
         raise UsageError(

@@ -344,6 +344,14 @@ def are_numbers(classes: Sequence[str]) -> bool:
     return list(classes) == numbers(len(classes))
 
 
+def have_names(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Return whether the names of two lists of classes can be compared. Otherwise, at least one list has no names, and
+    only the numbers of classes can be compared. Folders that are called 0, 1, ... are names if the other list has some
+    of these names among others."""
+    unnamed = are_numbers(first) + are_numbers(second)
+    return not unnamed or (unnamed == 1 and not set(first).isdisjoint(second))
+
+
 def _offsets(image_root, formats, sampled, label_offset, num_of_class=None):
     """Return {mode: number to subtract from the stored labels}."""
     if label_offset != AUTO:
