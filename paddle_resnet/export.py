@@ -626,8 +626,8 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
     score = {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
     if args.multi_label:
         rows = meter.rows()
-        # The derivative of the sigmoid is at most 1/4, so logits differ by at least 4 * tie if probabilities differ by
-        # `tie`.
+        # The derivative of the sigmoid is at most 1/4, so probabilities differ by at most `tie` if logits differ by
+        # 4 * tie.
         shift = 4 * tie * np.pad(rows[:, args.num_of_class :], [(0, 0), (0, args.num_of_class)])
         low, mean, high = (label_metrics.evaluate(rows + sign * shift)["map"] for sign in (-1, 0, 1))
         score |= {"map": mean, "map_ties": max(mean - low, high - mean), "decisions": len(losses) * args.num_of_class}

@@ -140,7 +140,7 @@ class Run:
         return restore.origin(self.checkpoint, self.settings.part(restore.Options))
 
     def claim_outputs(self) -> None:
-        """Check on rank 0 that the run can write all its files, and lock the report.
+        """Check on rank 0 that the run can write all its files, and set the path of the report.
 
         Raises:
             UsageError: outputs.claim, logger.setup or run_report.check_replaced fails.
@@ -163,7 +163,7 @@ class Run:
             run_folder=folder,
             announced=run_report.announced(*files),
         )
-        logger.setup(settings.report_file)  # lock the report before check_replaced examines it
+        logger.setup(settings.report_file)  # fails if another run is writing to the report
         run_report.check_replaced(settings.part(run_report.Options), self.checkpoint, folder)
 
     def input_files(self) -> list[tuple[str, str | Path]]:

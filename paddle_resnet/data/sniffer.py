@@ -45,10 +45,10 @@ _VERSIONS |= dict.fromkeys(("gray", "grey", "grayscale", "greyscale", "segmented
 _TABLE_ROWS = 500  # number of rows of a table in which images with several labels are searched
 _ANNOTATIONS = 100  # maximum number of text, JSON or .mat files in a folder; more probably describe one image each
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
-_LINE = 4096  # maximum length of a line of a list
-_HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
+_LINE = 4096  # number of bytes at the end of a list that are read to find its last line
+_HEAD = 1 << 16  # number of characters of a text file that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, SUFFIXES)) + ")"
-_NATIVE = r"(train|val(idation)?)"  # names of the record files that training reads
+_NATIVE = r"(train|val(idation)?)"  # usual names of the record files that training reads
 _SPLIT = rf"({'|'.join(SPLIT_OF)})"
 _TABLE_ENDING = rf"\.({'|'.join(suffix[1:] for suffix in TABLE_SUFFIXES)})"
 

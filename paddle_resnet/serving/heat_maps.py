@@ -63,7 +63,7 @@ class GradCam:
                     f"operators with gradients; {_REMEDY}"
                 )
             # The sum instead of Grad-CAM's mean over all positions only scales the map. With the sum, the mean of a
-            # class activation map plus the bias is the logit.
+            # class activation map plus the bias is the logit if only pooling and a linear layer follow the feature map.
             weights = _op("reduce_sum", {"X": gradient}, dim=[2, 3], keep_dim=True)
             weighted = _op("elementwise_mul", {"X": features, "Y": weights})
             self._map = _op("reduce_sum", {"X": weighted}, dim=[1], keep_dim=False)
