@@ -21,9 +21,9 @@ from paddle_resnet.utils import logger
 if TYPE_CHECKING:
     from paddle import nn
 
-# {last component of a tensor name in other projects: last component in this project}. The first line contains all names
-# in PyTorch. Paddle uses "weight" and "bias", too, and "_mean" and "_variance". "scale" is a parameter of learnable
-# affine layers in timm and PaddleClas.
+# {last component of a tensor name in other projects: last component in this project}. The first line contains the names
+# of PyTorch's layers. Paddle uses "weight" and "bias", too, and "_mean" and "_variance". "scale" is a parameter of
+# learnable affine layers in timm and PaddleClas.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance", "scale": "scale"},
