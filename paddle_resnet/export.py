@@ -33,7 +33,7 @@ from paddle_resnet.utils.mode import Mode
 LOSS_TOLERANCE = 1e-4  # maximum difference between the mean losses; relative if the loss exceeds 1
 TIE = 1e-4
 # Maximum difference between the mAP of multi-label networks, in addition to the difference that arises if images whose
-# probabilities differ by less than TIE exchange their places.
+# probabilities differ by less than TIE, QAT_TIE or HALF_TIE exchange their places.
 MAP_TOLERANCE = 1e-3
 PROBABILITY_TOLERANCE = 1e-4
 # Earlier versions computed losses on a CPU with Paddle's cross entropy, which raises logits to at least the maximum
@@ -553,7 +553,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
 
     For a multi-label network, "correct" and "ties" count pairs of image and class, whose probability is compared with
     the threshold, and there are also "decisions" (number of pairs), "map", and "map_ties": by how much mAP can change
-    if images whose probabilities differ by less than TIE exchange their places.
+    if images whose probabilities differ by less than this limit exchange their places.
 
     Args:
         network: the checkpoint's Network.

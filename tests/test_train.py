@@ -1,4 +1,4 @@
-"""The order of the phases of train.py, with simulated phases; and complete runs, with real images and programs."""
+"""Complete runs of train.py, with real images and programs."""
 
 import importlib
 import importlib.util

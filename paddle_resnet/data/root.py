@@ -147,7 +147,8 @@ class DataRoot:
         return numbers, self.listed(mode, numbers.classes, numbers.offset)
 
     def listed(self, mode: Mode, names: Sequence[str] | None = None, label_offset: int = 0) -> list[Image]:
-        """List all images of a split, without checking that both splits number their classes in the same way.
+        """List all images of a split, without checking that both splits number their classes in the same way. With
+        --multi-label, the images of the skip list are omitted, and the images have no labels.
 
         Args:
             mode: the split, Mode.TRAIN or Mode.EVAL.

@@ -101,7 +101,7 @@ def _last_feature_map(network):
     producers = {name: op for op in block.ops for name in op.output_arg_names}
 
     def needed(without=None):
-        """Return the variables that the logits depend on, in reverse order, if `without` is a constant."""
+        """Return the variables that the logits depend on if `without` is a constant."""
         found, names = {}, [network.logits.name]
         while names:
             if (name := names.pop()) not in found and name != without:

@@ -233,7 +233,8 @@ def _is_flag(column):
 
 
 def _one_hot(path, folder, split):
-    """Return [Row] of Roboflow's _classes.csv: the name of the image, and one column with 0 or 1 for each class."""
+    """Return [Row] of a table such as Roboflow's _classes.csv: the name of the image, and one column with 0 or 1 for
+    each class."""
     cells = _cells(path)
     _, header = next(cells, (path, []))
     rows = []
