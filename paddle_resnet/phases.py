@@ -140,7 +140,7 @@ class Run:
         return restore.origin(self.checkpoint, self.settings.part(restore.Options))
 
     def claim_outputs(self) -> None:
-        """Check on rank 0 that the run can write all its files, and lock the report.
+        """Check on rank 0 that the run can write all its files, and set the path of the report.
 
         Raises:
             UsageError: outputs.claim, logger.setup or run_report.check_replaced fails.
@@ -163,7 +163,7 @@ class Run:
             run_folder=folder,
             announced=run_report.announced(*files),
         )
-        logger.setup(settings.report_file)  # lock the report before check_replaced examines it
+        logger.setup(settings.report_file)  # fails if another run is writing to the report
         run_report.check_replaced(settings.part(run_report.Options), self.checkpoint, folder)
 
     def input_files(self) -> list[tuple[str, str | Path]]:
@@ -212,9 +212,8 @@ class Run:
         restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
         if trains:
             dali.warn_of_unused_outputs(data, train_loader)
-        if (
-            checkpoint is None
-        ):  # for a run that continues, program.run checks --profile-steps, when the position is known
+        # For a run that continues, program.run checks --profile-steps, when the position is known.
+        if checkpoint is None:
             steps = len(train_loader or eval_loader)
             if trains:
                 uniform = durations.uniform(settings.accumulate_steps, steps)
@@ -423,12 +422,8 @@ def _fold(options, exe, inference, prefix=""):
     into the convolutions that fuse_convolutions replaces, because custom operators fuse the other BN layers. With the
     prefix of --teacher, `inference` is a training program, of which only the teacher is changed."""
     if options.kernels == "native":
-        fuses = (options.device, options.data_layout, options.amp_level, options.amp_dtype) == (
-            "gpu",
-            "NHWC",
-            "O2",
-            "float16",
-        )
+        where, precision_of_run = (options.device, options.data_layout), (options.amp_level, options.amp_dtype)
+        fuses = where == ("gpu", "NHWC") and precision_of_run == ("O2", "float16")
         return [folding.fuse_convolutions(inference, exe, prefix=prefix)[1]] if fuses else []
     return [] if prefix else [folding.fold_batch_norms(inference, exe, 1 if options.data_layout == "NCHW" else -1)]
 

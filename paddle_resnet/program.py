@@ -34,7 +34,7 @@ def start(args: values.Settings, mode: Mode = Mode.TRAIN) -> values.Settings:
     """Resolve the settings and start Fleet, unless Fleet is already running with these settings.
 
     build and dist_optimizer call start(), so a custom program does not need to call it. train.py starts Fleet itself
-    before it builds a program (phases.prepare), so that start() only returns the settings.
+    before it builds a program (phases.Run.prepare), so that start() only returns the settings.
 
     Returns:
         Settings, resolved and frozen; see resolution.resolve.

@@ -465,7 +465,7 @@ def _summary(trained, evaluated, best, last):
 
     Args:
         trained, evaluated: results of the last epoch, or None.
-        best: best evaluation, with its position; None if evaluated is None.
+        best: best evaluation, with its position; not used if evaluated is None.
         last: position of the last evaluation.
     """
     names = ("loss", "top1", "top5", "ips")

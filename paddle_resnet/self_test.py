@@ -49,9 +49,9 @@ PRECISIONS = {
 }
 # Limits of |loss - recorded loss| / recorded loss of the first step.
 BOUNDS = {"CPU": 1e-4, "float32": 0.005, "AMP O1": 0.02, "AMP O2": 0.02}
-TIMEOUT_S = 100  # timeout of a child process; building the custom kernels takes most of this time
-# Environment variables of the runs: CPU kernels round independently of the number of cores, and GPU kernels are
-# deterministic.
+TIMEOUT_S = 100  # timeout of a child process, which may also have to build the custom kernels
+# Environment variables of the runs: one thread, because the rounding of CPU kernels depends on the number of threads;
+# and deterministic algorithms of cuDNN.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "FLAGS_cudnn_deterministic": "1"}
 # Program of a child process that trains several times. The process exits after the first failure, because a failed CUDA
 # call could make later runs fail.

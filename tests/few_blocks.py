@@ -17,12 +17,13 @@ CONSTRUCTORS = {
     "pplcnet": lambda full: partial(full, blocks=((3, 32, False, 1), (5, 64, True, 2))),
     "pphgnet_v2": lambda full: partial(full, stages=((8, 32, 1, False, False, 3), (8, 64, 2, True, True, 5))),
 }
-# Together, these networks contain every kind of layer that occurs in the other networks.
+# Together, these networks contain every kind of layer that occurs in the other networks, except the learnable affine
+# layers of PPHGNetV2.
 QUICK = ("XSEResNeXt50_Mish_SA", "GhostNet", "MobileNetV3_Large")
 
 
 def with_few_blocks(network):
-    """Return a models.Network with fewer blocks and unchanged options, which timm does not have."""
+    """Return a models.Network with fewer blocks and unchanged options. timm does not have this network."""
     module = importlib.import_module(f"paddle_resnet.models.{network.module}")
     name = f"FewBlocks{network.constructor}"
     setattr(module, name, CONSTRUCTORS[network.module](getattr(module, network.constructor)))

@@ -1,7 +1,7 @@
 """Small image files of every kind that the suffix list admits, with the pixels that a decoder should return.
 
-The pixels of lossless files are known, because this module writes the files itself; the pixels of JPEG and lossy WebP
-files are those that Pillow decodes. Pillow's treatment of orientation and transparency is not used.
+The pixels of most lossless files are known, because this module writes the files itself; the pixels of JPEG data and
+lossy WebP files are those that Pillow decodes. Pillow's treatment of orientation and transparency is not used.
 """
 
 import base64
@@ -28,7 +28,7 @@ class Kind:
         suffix: file name suffix.
         data: content of the file.
         pixels: uint8 [H, W, 3], RGB, upright.
-        tolerance: largest difference that decoders may have: 0 for lossless files.
+        tolerance: largest difference that decoders may have: 4 for JPEGs and lossy files, 0 for the others.
     """
 
     suffix: str
@@ -512,7 +512,7 @@ def exif(orientation, order="<"):
 
 
 def decoded(data):
-    """Decode a JPEG with Pillow, without its orientation."""
+    """Decode an image file with Pillow as RGB, without applying the orientation of a JPEG."""
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 

@@ -56,7 +56,8 @@ def write(root, kind="csv"):
 
 
 def write_records(root, split, rows, images):
-    """Write RecordIO files with several labels per record. Images without a class have the label -1."""
+    """Write RecordIO files. `rows` are the labels of each image: 0 or 1 for each class, or the numbers of its classes,
+    [-1] for an image without a class."""
     offset, lines = 0, []
     with open(root / f"{split}.rec", "wb") as f:
         for i, (row, image) in enumerate(zip(rows, images, strict=True)):

@@ -1,4 +1,5 @@
-"""Import layers. A module may import only from its own layer and from lower layers."""
+"""Import layers: a module may import only from its own layer and from lower layers. Also other rules for the structure
+of the code."""
 
 import ast
 from pathlib import Path
@@ -73,8 +74,8 @@ def imports(path, known, only_at_module_level=False):
 
 
 def layer(module):
-    """Return the index of a module's layer, or None for a library and for `paddle_resnet`, which only sets environment
-    variables. The longest matching name in LAYERS determines the layer."""
+    """Return the index of a module's layer, or None for a library and for `paddle_resnet`, which only prepares the
+    process. The longest matching name in LAYERS determines the layer."""
     indexes = {name: index for index, names in enumerate(LAYERS) for name in names}
     matches = [name for name in indexes if module == name or module.startswith(f"{name}.")]
     return indexes[max(matches, key=len)] if matches else None
@@ -135,8 +136,8 @@ def test_layer_check_detects_import_from_higher_layer(tmp_path):
     assert layer("paddle_resnet.program") < layer("paddle_resnet.job.exchange")
 
 
-# Functions in the layers below program.py and dali.py that take all settings: these functions set flags, compare or
-# save all flags, or read the flags that an entry of a table names.
+# Functions in FOLDERS and tools/ that take all settings: __init__ (of Saver) saves all flags, find and resolve_network
+# set flags, and inherit_flags compares and sets all flags.
 TAKE_SETTINGS = {
     "checkpoints": ["__init__", "find", "inherit_flags", "resolve_network"],
 }

@@ -29,7 +29,9 @@ from paddle_resnet.utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
 
-# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. Commands written for the example rely on these defaults.
+# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. Commands written for the example rely on these defaults. The
+# example has no --iter-unit, --num-iter, --accumulate-steps, --clip-grad-norm, --ema, --lookahead, --beta1, --beta2 and
+# --opt-epsilon.
 NVIDIA = {
     "output-dir": "./output/",
     "run-scope": RunScope.TRAIN_EVAL,

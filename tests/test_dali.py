@@ -568,8 +568,8 @@ def test_invalid_header_is_detected_before_decoding(parse, photos, tmp_path, mod
 @pytest.mark.parametrize("scope", [pytest.param("train_only", marks=pytest.mark.soak), "eval_only"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path, scope, device):
-    """The header of the image is valid, so the decoder raises the error. Images with invalid headers, on which DALI's
-    decoders crash in a large batch, are rejected earlier, by decoding.checked."""
+    """The header of the image is valid, so the decoder of the CPU raises the error. Images with invalid headers, on
+    which DALI's decoders crash in a large batch, are rejected earlier, by decoding.checked."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)

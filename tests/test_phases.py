@@ -3,9 +3,11 @@ phases call."""
 
 from types import SimpleNamespace
 
+import paddle
 import pytest
 
-from conftest import TINY, tiny
+from conftest import TINY, frozen, tiny
+from helpers import build
 from paddle_resnet import config, phases
 from paddle_resnet.native import build as native
 
@@ -112,6 +114,17 @@ def test_custom_kernels_fold_only_convolutions_that_they_fuse(monkeypatch, flags
     monkeypatch.setattr(phases.folding, "fold_batch_norms", lambda program, exe, axis: ("fold", axis))
     monkeypatch.setattr(phases.folding, "fuse_convolutions", lambda program, exe, prefix: (2, ("fuse",)))
     assert phases._fold(half_precision(**flags), "exe", "program") == expected
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_only_half_precision_casts_the_evaluation_program(parse, gpu_lists, amp):
+    """The parser rejects --amp on a CPU, so the test sets it. The program is not run."""
+    args = parse()
+    args.amp, args.amp_level = amp, "O2"
+    compiled, _, fetchs, _, main = build(args, is_train=False, is_plain=True)
+    phases.Run(frozen(args), evaluation=phases.Work(args, None, main, fetchs)).set_weights()
+    weights = {p.dtype for p in main.all_parameters() if "conv" in p.name}
+    assert weights == {paddle.float16 if amp else paddle.float32}
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys):
         assert [entry["probability"] for entry in prediction["top"]] == expected[i][best[i]].tolist()
     rows = list(csv.reader(table.open()))
     top = [f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")]
-    # With three classes, the table has the same columns as that of --predictions.
+    # With three classes, the columns are those of --predictions without label and class.
     assert rows[0] == ["image", "prediction", "predicted_class", *top]
     for i, row in enumerate(rows[1:]):
         assert len(row) == len(rows[0])

@@ -449,6 +449,24 @@ def test_benchmark_waits_for_gpu_before_and_after_measured_steps(parse, monkeypa
     assert options == [(None, False)]
 
 
+@pytest.mark.parametrize(("accumulate_steps", "polls"), [(1, [False, False, True]), (2, [False, True])])
+def test_stopped_training_logs_all_its_steps(parse, monkeypatch, accumulate_steps, polls):
+    """Training stops only before the first batch of a step."""
+    logged, answers = [], iter(polls)
+
+    class Log:
+        def __init__(self, log):
+            self.add, self.finish = lambda step, *_: logged.append(step), lambda: logged.append("finish")
+
+    monkeypatch.setattr(loop, "StepLog", Log)
+    monkeypatch.setattr(exchange, "stop_agreed", lambda: next(answers))
+    args = parse("--accumulate-steps", accumulate_steps, "--print-interval", "1")
+    compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
+    with pytest.raises(Preempted):
+        program.run(args, Batches(random_batches(4)), Trace(), compiled, fake_fetchs(), 0)
+    assert logged == [0, 1, "finish"]
+
+
 def test_evaluation_polls_for_a_stop_every_few_steps(parse, monkeypatch):
     trace, answers, loader = Trace(), iter([False, True]), Batches(random_batches(9))
     monkeypatch.setattr(exchange, "stop_asked", lambda: next(answers))

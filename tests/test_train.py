@@ -1,4 +1,4 @@
-"""The order of the phases of train.py, with simulated phases; and complete runs, with real images and programs."""
+"""Complete runs of train.py, with real images and programs."""
 
 import importlib
 import importlib.util
@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from conftest import NHWC, ROOT, assert_one_error, assert_sparse, frozen, losses, phase
-from helpers import NVIDIA_SCRIPTS
-from paddle_resnet import config, export, models
+from helpers import NVIDIA_SCRIPTS, build
+from paddle_resnet import config, dali, export, models, phases, train
+from paddle_resnet.checkpoints import variables
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
 from paddle_resnet.optimizers import schedules
+from paddle_resnet.settings import durations
 from paddle_resnet.utils.mode import Mode
 
 ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
@@ -160,6 +162,20 @@ def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     assert run_train(*pretrained, "--asp", "false")[0] == 0
     assert "has 2:4 sparse weights, which --asp false makes dense" in capsys.readouterr().err
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")[0] == 0
+
+
+def test_derived_weights_are_computed_before_an_evaluation(parse, photos, tmp_path):
+    """The function `refresh` makes the network predict class 1, which 8 of the 23 images have."""
+    args = frozen(parse("--image-root", photos, "--report-file", tmp_path / "report.json"))
+    compiled, exe, fetchs, _, main = build(args, is_train=False)
+
+    def refresh():
+        variables.set_variable("linear_0.b_0", np.float32([0, 99, 0]), paddle.CPUPlace())
+
+    loader = dali.build_dataloader(args, Mode.EVAL)
+    evaluation = phases.Work(args, loader, main, fetchs, compiled=compiled, refresh=refresh)
+    result = train._evaluate(phases.Run(args, exe=exe, evaluation=evaluation), durations.Stop(0))
+    assert result["top1"] == pytest.approx(8 / 23)
 
 
 @pytest.mark.parametrize("flag", ["--from-pretrained-params", "--from-checkpoint"])

@@ -448,7 +448,7 @@ def test_published_models_have_the_preprocessing_of_their_authors():
     sizes = {"crop_size": 240, "resize_short": 272, "interp": "cubic"}
     assert lite.preprocessing == sizes | {"normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
     assert [model.preprocessing["crop_size"] for model in published.PACKAGED.values()] == [224, 240, 260]
-    # torchvision's first weights were trained for 256 pixels, its second weights for 232.
+    # torchvision resizes images to 256 pixels for its first weights, and to 232 for its second weights.
     first = {"ResNet18": "f37072fd", "ResNet34": "b627a593", "ResNet50": "0676ba61", "ResNet101": "63fe2227"}
     first |= {"ResNet152": "394f9c45", "MobileNetV2": "b0353104", "MobileNetV3_Large": "8738ca79"}
     first |= {"MobileNetV3_Small": "047dcff4", "ResNeXt50_32x4d": "7cdf4587"}

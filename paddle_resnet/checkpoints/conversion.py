@@ -38,8 +38,8 @@ def convert(
         file: path of a file that foreign_files.read accepts, or a key of published.PACKAGED.
         output: folder to create. The folder appears only when all its files are complete.
         arch: value for --model-arch-name, or None to use the network of the published model.
-        preprocessing: {attribute name of a preprocessing flag: value}, or None to use the values of the published
-            model. Unspecified flags have the network's default values.
+        preprocessing: {attribute name of a preprocessing flag: value}, or None. Unspecified flags have the values of
+            the published model or, if it has none, the network's default values.
         verbose: whether error messages list all tensors that do not match the network.
         source: LIBRARY.NETWORK of the weights, which distinguishes look-alikes, or None.
     Returns:

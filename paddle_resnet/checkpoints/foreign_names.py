@@ -21,9 +21,9 @@ from paddle_resnet.utils import logger
 if TYPE_CHECKING:
     from paddle import nn
 
-# {last component of a tensor name in other projects: last component in this project}. The first line contains all names
-# in PyTorch. Paddle uses "weight" and "bias", too, and "_mean" and "_variance". "scale" is a parameter of learnable
-# affine layers in timm and PaddleClas.
+# {last component of a tensor name in other projects: last component in this project}. The first line contains the names
+# in PyTorch's own layers. Paddle uses "weight" and "bias", too, and "_mean" and "_variance". "scale" is a parameter of
+# learnable affine layers in timm and PaddleClas.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance", "scale": "scale"},
@@ -122,7 +122,7 @@ _BLOCKS_OF_PADDLECLAS = (
     (r"bb_(\d+)_(\d+)\.scale\.squeeze", "*.se.reduce"),
     (r"bb_(\d+)_(\d+)\.scale\.excitation", "*.se.expand"),
 )
-# In a shortcut (idpath), the pooling layer is numbered but has no weights, so only the convolution needs rules.
+# In a shortcut (idpath), a pooling layer may precede the convolution and its BN. It is numbered, but has no weights.
 _XRESNET_OF_FASTAI = (
     *((rf"{i}\.0", f"stem.{i}.conv") for i in range(3)),
     *((rf"{i}\.1", f"stem.{i}.bn") for i in range(3)),

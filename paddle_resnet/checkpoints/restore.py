@@ -422,10 +422,10 @@ def check_resumed_classes(checkpoint: StartCheckpoint, now: list[str] | None, fi
     before, outputs = recorded_classes(checkpoint.meta), checkpoint.meta["arguments"].get("num_of_class")
     if not before or not now:
         return
-    if numbering.are_numbers(before) or numbering.are_numbers(now):
-        problem = outputs is not None and len(now) > outputs and f"{outputs} classes, now {len(now)}"
-    else:
+    if numbering.have_names(before, now):
         problem = before != now and first_difference(before, now)
+    else:
+        problem = outputs is not None and len(now) > outputs and f"{outputs} classes, now {len(now)}"
     if problem:
         raise UsageError(
             f"{checkpoint.label}: a resumed run cannot change its classes ({problem}); restore the classes, or start a "
@@ -449,7 +449,7 @@ def compare_classes(folder: str, meta: dict[str, Any] | None, loader: Loader, is
         is_fine_tuning: whether the run fine-tunes the network; a different number of classes is then intended.
     """
     before, now = recorded_classes(meta) or [], list(loader.classes)
-    if numbering.are_numbers(before) or numbering.are_numbers(now) or (is_fine_tuning and len(before) != len(now)):
+    if not numbering.have_names(before, now) or (is_fine_tuning and len(before) != len(now)):
         return
     if before != now:
         logger.warn(f"{folder}: trained on different classes ({first_difference(before, now)}); check --image-root")

@@ -288,7 +288,7 @@ class Saver:
         """
         at = (epoch + 1, 0) if step is None else (epoch, step)
         if at == self._last and evaluated is None:
-            return  # no step has run since the last checkpoint or since the run resumed
+            return  # no step has run since the last checkpoint or since this run started
         self._last = at
         watchdog.phase(f"checkpoint of epoch {epoch}")
         self.finish()

@@ -60,8 +60,8 @@ def find(flags: dict[str, Any]) -> Teacher | None:
         flags: {flag: value} of the run; `teacher` is a result of resolve(). A Python file is imported only if
             `model_arch_name` specifies it.
     Raises:
-        UsageError: the checkpoint is damaged; its network is from a different file than that of the run; or its
-            preprocessing, number of classes or value of --multi-label is different.
+        UsageError: the checkpoint is damaged; its network is from a file, but that of the run is not; its recorded
+            flags are invalid; or its preprocessing, number of classes or value of --multi-label is different.
     """
     folder = flags["teacher"]
     if folder is None:
@@ -138,7 +138,7 @@ def check_classes(program: static.Program, classes: Sequence[str]) -> None:
     """Raise UsageError if the names or the order of the classes differ between the teacher of a training program, if it
     has one, and the data set. Classes without names are only counted, by find()."""
     teacher, now = facts.of(program).teacher, [*classes]
-    if teacher is None or numbering.are_numbers(teacher.classes) or numbering.are_numbers(now):
+    if teacher is None or not numbering.have_names(teacher.classes, now):
         return
     if teacher.classes != now:
         raise UsageError(

@@ -54,7 +54,9 @@ class LoadOptions:
     model_prefix: values.FlagValue = about("flag_value", "model_prefix")
 
 
-def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place) -> bool:
+def load_start(
+    options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place
+) -> set[str]:
     """Load the initial variables of a run from a checkpoint or from pretrained parameters. If there is neither a
     checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
@@ -77,7 +79,7 @@ def load(
     place: Place,
     label: str | None = None,
     log: Callable[[str], object] = logger.info,
-) -> bool:
+) -> set[str]:
     """Load the parameters and, for a training program, the optimizer state from a checkpoint folder.
 
     Args:

@@ -53,11 +53,12 @@ def _descriptor(stream):
         return None
 
 
-def decode(data: bytes) -> str | None:
+def decode(data: bytes, path: str | None = None) -> str | None:
     """Check an image: its header, then whether DALI's CPU decoders can decode all of it and a part of it.
 
     Args:
         data: bytes of the image file.
+        path: see headers.problem.
     Returns:
         None, or the reason why the image cannot be decoded.
     """
@@ -70,7 +71,7 @@ def decode(data: bytes) -> str | None:
         # second. Some files can be decoded by only one of the two decoders.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 
-    problem = header_problem(data)
+    problem = header_problem(data, path=path)
     if problem is not None:
         return problem
     if _decoder is None:
@@ -87,10 +88,11 @@ def decode(data: bytes) -> str | None:
     return None
 
 
-def header_problem(data: bytes, shorter_side: int | None = None) -> str | None:
+def header_problem(data: bytes, shorter_side: int | None = None, path: str | None = None) -> str | None:
     """Check the header of an image file. Return the reason why the image is rejected, or None. Reasons are an invalid
     header, a kind of file that DALI would misread, and more than MAX_PIXELS. If shorter_side is set, the image must
-    also have at most MAX_PIXELS after its shorter side is resized to this number of pixels."""
+    also have at most MAX_PIXELS after its shorter side is resized to this number of pixels. For `path`, see
+    headers.problem."""
     if not len(data):
         return "is empty"
     try:
@@ -100,7 +102,7 @@ def header_problem(data: bytes, shorter_side: int | None = None) -> str | None:
         width, height = 0, 0
     if min(width, height) < 1:
         return "is not in an image format that DALI supports"
-    misread = headers.problem(data)
+    misread = headers.problem(data, path)
     if misread is not None:
         return misread
     if width * height > MAX_PIXELS:
@@ -181,7 +183,9 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
             for encoded, source in _undecoded(data_set, image_root):
                 begin = monotonic()
                 if find_problem(encoded) is not None:
-                    return _whole_name(source, image_root), headers.problem(encoded) or UNDECODABLE
+                    name = _whole_name(source, image_root)
+                    path = name if os.path.isfile(name) else None  # otherwise, a record
+                    return name, headers.problem(encoded, path) or UNDECODABLE
                 slowest = max(slowest, (monotonic() - begin, source))
                 if monotonic() > deadline:
                     name = _whole_name(slowest[1], image_root)

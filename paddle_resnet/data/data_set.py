@@ -39,10 +39,10 @@ class DataSet:
             offset.
         class_names: names for reports in label order; by default, `classes`.
         files, labels: path relative to image_root and label (int64 array) of each image, in list order; None for record
-            files, whose labels are not read in advance.
+            files. With --multi-label, `labels` is None.
         has_reader: whether `read` adds a DALI reader with the given name.
-        class_images: number of images of each class, or None if the labels are not read in advance. Invalid labels are
-            not counted. The run stops when it reads an image with an invalid label.
+        class_images: number of images of each class; None for record files, except with --multi-label. Invalid labels
+            are not counted. The run stops when it reads an image with an invalid label.
         is_multi_label: whether images have any number of classes (--multi-label).
         records: function that yields the images.Image of each record in stored order, or None for image files.
     """

@@ -4,6 +4,7 @@ docs/data.md lists the kinds of files; tests/image_kinds.py contains a file of e
 misreads some kinds on a GPU only (they have the flag CPU), and some on both devices (flag UNREADABLE).
 """
 
+import shlex
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,10 +34,16 @@ def kinds(files: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.array(_inspect(memoryview(file))[0], np.int32) for file in files]
 
 
-def problem(data: bytes | np.ndarray) -> str | None:
-    """Return the reason why an image file is rejected although its header is valid, or None. `data` is the content of
-    the file (bytes or uint8 array)."""
-    return _inspect(memoryview(data))[1]
+def problem(data: bytes | np.ndarray, path: str | None = None) -> str | None:
+    """Return the reason why an image file is rejected although its header is valid, or None.
+
+    Args:
+        data: content of the file (bytes or uint8 array).
+        path: path of the file, for the command that converts it; None if the image is not a file, but a record, for
+            example.
+    """
+    reason = _inspect(memoryview(data))[1]
+    return reason if reason is None or path is None else reason.replace(SAVE, f"; convert it with `{_save(path)}`")
 
 
 def _inspect(data):
@@ -103,13 +110,16 @@ PHOTOMETRICS = {0: (1, (1, 8)), 1: (1, (1, 8, 16)), 2: (3, (8, 16)), 3: (1, (1, 
 # Zstandard
 COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32946, 32773, 50000)
 JPEG_COMPRESSION, ASSOCIATED_ALPHA, UNASSOCIATED_ALPHA, SEPARATE = 7, 1, 2, 2
-# Remedy for the kinds that Pillow reads correctly. The command passes an open file to Pillow, because Pillow 13.0 does
-# not turn images upright that it opens by a path.
-SAVE = (
-    f'; convert it with `{python()} -c "from PIL import Image; '
-    "Image.open(open('FILE', 'rb')).convert('RGB').save('FILE.png')\"`"
-)
+# Remedy for the kinds that Pillow reads correctly, if the image is not a file.
+SAVE = "; save it as an RGB PNG file with Pillow"
 SAVE_ELSEWHERE = "; save it as an 8-bit RGB PNG file with the program that wrote it"
+
+
+def _save(path):
+    """Return the command that converts a file with Pillow. The command passes an open file to Pillow, because Pillow
+    13.0 does not turn images upright that it opens by a path."""
+    program = "import sys; from PIL import Image; Image.open(open(sys.argv[1], 'rb')).convert('RGB').save(sys.argv[2])"
+    return f'{python()} -c "{program}" {shlex.quote(path)} {shlex.quote(f"{path}.png")}'
 
 
 def _tiff_problem(data):

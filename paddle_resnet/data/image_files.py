@@ -17,7 +17,7 @@ class Files(NamedTuple):
     Attributes:
         names: paths relative to image_root.
         labels: labels of the images.
-        classes: names of the class folders or lines of classes.txt in label order, or None.
+        classes: class names in label order: those of the class folders, or those of filelist.label_names; or None.
         lines: line number of each image in a file list; None for class folders.
     """
 

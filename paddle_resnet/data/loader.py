@@ -196,7 +196,7 @@ def build_synthetic(
 
 
 def check_labels(options: Options, mode: Mode, data_format: str, class_images: np.ndarray | None) -> None:
-    """Raise UsageError if a flag requires the labels of all training images, but they are not read in advance
+    """Raise UsageError if a flag requires the labels of all training images, but the data set does not contain them
     (DataSet.class_images is None)."""
     flags = {
         "--class-weights balanced": options.class_weights == "balanced",

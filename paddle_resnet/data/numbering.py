@@ -41,7 +41,8 @@ class Numbering:
 
     Attributes:
         classes: names that identify the classes, in label order: the names of the class folders, the classes of a
-            trained network, the lines of classes.txt, or the names in record files; None if classes have only numbers.
+            trained network, the names in classes.txt or in a file that filelist.label_names reads, or the names in
+            record files; None if classes have only numbers.
         class_names: names for reports in label order; None if classes have only numbers.
         offset: number to subtract from the stored labels of the split.
         is_trained: whether `classes` are those of a trained network.
@@ -111,8 +112,8 @@ def establish(
 
 
 def data_classes(root: Root, mode: Mode) -> list[str] | None:
-    """Return the classes of a data set, which are defined by class folders, the lines of classes.txt, the labels in
-    file lists, or the labels and names in record files.
+    """Return the classes of a data set, which are defined by class folders, a file with class names such as
+    classes.txt, the labels in file lists, or the labels and names in record files.
 
     Args:
         root: DataRoot of the data set.
@@ -155,7 +156,7 @@ def _folder_classes(image_root, mode, formats, names, trained):
 
     Args:
         formats: {mode: storage format}, see root.DataRoot.formats.
-        names: names of the classes in classes.txt or in records, in label order, or None.
+        names: names of the classes in a file such as classes.txt or in records, in label order, or None.
         trained: see establish().
     """
     split = mode if formats[mode] == "folder" else next(m for m, kind in formats.items() if kind == "folder")
@@ -223,7 +224,7 @@ def _shown(path, names, class_names, classes):
     """Return the names for reports in the label order of `classes`.
 
     Args:
-        path: classes.txt, or None if the names come from records.
+        path: the file with class names, such as classes.txt, or None if the names come from records.
         names, class_names: names that identify the classes, and names for reports, in the same order.
         classes: names of the class folders.
     Raises:
@@ -344,6 +345,14 @@ def _warn_of_unchecked(image_root, formats):
 def are_numbers(classes: Sequence[str]) -> bool:
     """Return whether classes have no names, that is, whether they are called "0", "1", ..."""
     return list(classes) == numbers(len(classes))
+
+
+def have_names(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Return whether the names of two lists of classes can be compared. Otherwise, at least one list has no names, and
+    only the numbers of classes can be compared. Folders that are called 0, 1, ... are names if the other list has some
+    of these names among others."""
+    unnamed = are_numbers(first) + are_numbers(second)
+    return not unnamed or (unnamed == 1 and not set(first).isdisjoint(second))
 
 
 def _offsets(image_root, formats, sampled, label_offset, num_of_class=None):

@@ -24,7 +24,7 @@ from paddle_resnet.utils.errors import UsageError, command, installation
 from paddle_resnet.utils.files import open_regular
 
 SUFFIXES = (".parquet", ".arrow")
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow file
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow stream
 _README, _README_LEVELS, _README_LIMIT = (
     "README.md",
     3,

@@ -102,7 +102,7 @@ class DataRoot:
         if self.data_format != AUTO:
             is_there = self.data_format != "folder" and FORMATS[self.data_format].detect(self.image_root, other)
             return formats | ({other: self.data_format} if is_there else {})
-        with contextlib.suppress(UsageError):  # this run does not read the other split
+        with contextlib.suppress(UsageError):  # a run that also reads the other split reports this error later
             kind = self.format(other)
             path = folder.split_folder(self.image_root, other)
             if kind != "folder" or (os.path.isdir(path) and folder.class_folders(path)):
@@ -147,7 +147,8 @@ class DataRoot:
         return numbers, self.listed(mode, numbers.classes, numbers.offset)
 
     def listed(self, mode: Mode, names: Sequence[str] | None = None, label_offset: int = 0) -> list[Image]:
-        """List all images of a split, without checking that both splits number their classes in the same way.
+        """List all images of a split, without checking that both splits number their classes in the same way. With
+        --multi-label, the images of the skip list are omitted, and the images have no labels.
 
         Args:
             mode: the split, Mode.TRAIN or Mode.EVAL.

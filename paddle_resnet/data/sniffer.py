@@ -13,6 +13,7 @@ import re
 import shlex
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -42,12 +43,12 @@ _SEARCHED_FILES = 200_000  # maximum number of files among which an image of a t
 _VERSIONS = dict.fromkeys(("color", "colour", "rgb", "original"), 1)
 _VERSIONS |= dict.fromkeys(("gray", "grey", "grayscale", "greyscale", "segmented", "masked", "masks", "edges"), 2)
 _TABLE_ROWS = 500  # number of rows of a table in which images with several labels are searched
-_RECORD_FILES = 100  # if there are more JSON or .mat files, each file probably describes one image, and none is read
+_ANNOTATIONS = 100  # maximum number of text, JSON or .mat files in a folder; more probably describe one image each
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
-_LINE = 4096  # maximum length of a line of a list
-_HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
+_LINE = 4096  # number of bytes at the end of a list that are read to find its last line
+_HEAD = 1 << 16  # number of characters of a text file that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, SUFFIXES)) + ")"
-_NATIVE = r"(train|val(idation)?)"  # names of the record files that training reads
+_NATIVE = r"(train|val(idation)?)"  # usual names of the record files that training reads
 _SPLIT = rf"({'|'.join(SPLIT_OF)})"
 _TABLE_ENDING = rf"\.({'|'.join(suffix[1:] for suffix in TABLE_SUFFIXES)})"
 
@@ -191,25 +192,31 @@ def look(root: str | os.PathLike[str]) -> list[Sight]:
 def _look(root, paths):
     known, claimed = [], set()
     is_image = ImageSearch(root, _SEARCHED_FILES).is_image
+    tables = _without_annotations(paths)
     for layout in LAYOUTS:
-        if sight := _match(root, paths, layout, claimed, is_image):
+        if sight := _match(root, tables if layout.kind else paths, layout, claimed, is_image):
             known.append(sight)
-    several = [*_several_labels(root, paths, is_image)]
+    several = [*_several_labels(root, tables, is_image)]
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return [*several, *known]
-    others = [path for path in paths if path not in claimed]
-    tables = [*_unlabeled(root, others, is_image), *_pixels(root, others)]
+    others = [path for path in tables if path not in claimed]
+    unused = [*_unlabeled(root, others, is_image), *_pixels(root, others)]
     # Tar files whose names differ come first, because renaming a tar file is faster than importing it.
-    return [*several, *_tar_files(root, paths), *known, *tables, *_too_deep(root, paths), *_outside(paths)]
+    return [*several, *_tar_files(root, paths), *known, *unused, *_too_deep(root, paths), *_outside(paths)]
+
+
+def _without_annotations(paths):
+    """Return the paths without the text, JSON and .mat files of a folder that contains more than _ANNOTATIONS of one
+    kind: each probably describes one image."""
+    kinds = [(os.path.dirname(path), os.path.splitext(path)[1].lower()) for path in paths]
+    counts = Counter(kind for kind in kinds if kind[1] in (".txt", *record_tables.SUFFIXES))
+    return [path for path, kind in zip(paths, kinds, strict=True) if counts[kind] <= _ANNOTATIONS]
 
 
 def _match(root, paths, layout, claimed, is_image):
     """Return the Sight of a layout or None, and add the paths of its files to `claimed`, the set of the paths of more
     specific layouts."""
     found = [path for path in paths if path not in claimed and re.fullmatch(layout.pattern, path, re.IGNORECASE)]
-    records = {path for path in found if path.lower().endswith(record_tables.SUFFIXES)}
-    if len(records) > _RECORD_FILES:
-        found = [path for path in found if path not in records]
     # A table must have columns of images and labels. The columns of Roboflow's _classes.csv are classes.
     is_any_table = layout.pattern.endswith(_TABLE_ENDING)
     found = [path for path in found if _is_usable(os.path.join(root, path), is_image, is_any_table)]
@@ -255,7 +262,7 @@ def _unlabeled(root, paths, is_image):
     for path in paths:
         names = header(os.path.join(root, path)) if _TABLE.fullmatch(path) else []
         at = image_columns(os.path.join(root, path), is_image) if len(names) > 2 else []
-        if at and not any(map(is_image, names)):
+        if at and not any(map(is_image, names)) and not label_columns(os.path.join(root, path)):
             run = command(
                 "dataset", "import", os.path.join(root, path), "--output", f"{os.path.abspath(root)}_imported"
             )

@@ -43,7 +43,7 @@ SHORTCUT_POOLS = {
     "max": lambda data_format: nn.MaxPool2D(2, stride=2, ceil_mode=True, data_format=data_format),
     "max-blur": _max_blur_pool,
 }
-SE_REDUCTION = 16  # ratio of channels to hidden channels, from arXiv:1709.01507, section 6.4
+SE_REDUCTION = 16  # ratio of channels to hidden channels, from arXiv:1709.01507, section 6.1
 
 
 class Block(nn.Layer):

@@ -1,9 +1,9 @@
 // Kernels for batch normalization of tensors [rows, channels] = [N * H * W, C], fused with an activation, or with the
 // residual addition and an activation.
 //
-// The forward pass reads the input twice: first to sum over the rows, then to normalize. The backward pass also reads
-// the input and the gradient twice. The second time, the rows are read in reverse order, because the rows that were
-// read last are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
+// In training, the forward pass reads the input twice: first to sum over the rows, then to normalize. The backward pass
+// also reads the input and the gradient twice. The second time, the rows are read in reverse order, because the rows
+// that were read last are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
 //
 // A block has (lanes, height) threads. Each thread processes the vector of channels that threadIdx.x selects, and
 // iterates over rows. A grid has (channel groups, row groups) blocks.

@@ -7,7 +7,7 @@
 #endif
 
 constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; 8 for the x4 types
-constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
+constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN, image_sums and update
 // In inference, blocks of BN kernels with more than kSmallThreads threads may be halved for small tensors.
 constexpr int kSmallThreads = 64;
 // Rows that a thread of a BN kernel loads before it normalizes them, with and without a residual addition.
@@ -20,14 +20,14 @@ constexpr int kDropoutThreads = 256;
 constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseBytes = 256;
 constexpr int kDepthwisePixels = 4;                       // adjacent pixels of a row that one thread computes
 constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the kernel that adds partial sums
-// Constants for the filter gradient of 1x1 convolutions: threads per block; channels of the wider and of the narrower
-// tensor per block; rows per matrix product.
+// Constants for 1x1 convolutions: threads per block; and for their filter gradient: channels of the wider and of the
+// narrower tensor per block, and rows per matrix product.
 constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32, kChunkRows = 16;
 // Constants for 1x1 convolutions with BN: rows per tile; bytes per row of a chunk of input channels; blocks per
 // multiprocessor if a block computes fewer than 128 output channels (otherwise kBlocksPerProcessor).
 constexpr int kTileRows = 128, kChunkBytes = 64, kNarrowTileBlocks = 3;
-// Constants for the stem of ResNets: filters; pooled columns per group of two warps; groups per block; elements per row
-// and number of rows of the part of an image in shared memory.
+// Constants for the stem of ResNets: filters; pooled columns per group of two warps; maximum number of groups per
+// block; elements per row and number of rows of the part of an image in shared memory.
 constexpr int kStemFilters = 64, kStemColumns = 7, kStemGroups = 4, kStemRow = 368, kStemRows = 24;
 constexpr int kStemThreads = kStemGroups * 64;
 constexpr float kLargestFloat = 3.402823466e38f;
@@ -79,8 +79,8 @@ struct StemSize {
 #define ON_BOTH
 #endif
 
-// Return the size of the shared memory that a stem needs for the filters and in total, in units of 32 bits. Each filter
-// row occupies 24 elements per channel. The number of rows is rounded up to a multiple of the elements per word.
+// Return the size of the shared memory that a stem needs for the filters and in total, in units of 32 bits. Each row
+// of a filter occupies 24 elements. The number of rows is rounded up to a multiple of the elements per word.
 ON_BOTH constexpr int stem_filter_words(int elements) { return (7 + elements - 1) / elements * 3 * 8 * kStemFilters; }
 ON_BOTH constexpr int stem_words(int elements) {
   return stem_filter_words(elements) + 2 * kStemFilters + kStemRows * kStemRow / elements;

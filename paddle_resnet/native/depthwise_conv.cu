@@ -42,7 +42,8 @@ __device__ const float *load_filter(const void *filter) {
   return taps;
 }
 
-// Stores the coefficients a and b [2, channels of the block] of BN(x) = a x + b in shared memory.
+// Stores the coefficients a and b of BN(x) = a x + b for the block's channels in shared memory [2, kChannels]. If there
+// is no BN layer, returns null.
 template <class T>
 __device__ const float *load_bn(const FixedBn &bn) {
   constexpr int kChannels = kMaxDepthwiseBytes / sizeof(Vector<T>) * T::kLanes;

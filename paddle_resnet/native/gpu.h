@@ -18,7 +18,7 @@ using paddle::Tensor;
 
 namespace {
 
-// Limits of a BN launch: channel vectors per block, and channel groups per grid.
+// Limits of a BN launch: channel vectors per block (also for image_sums), and channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
 // The function paddle::Tensor::stream() const, declared by its mangled name, because Paddle's headers declare it only

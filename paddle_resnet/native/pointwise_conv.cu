@@ -387,7 +387,7 @@ struct PointwiseConv {
   }
 #if !defined(__CUDACC_RTC__) || __CUDA_ARCH__ >= 800
 #define RUN_POINTWISE_CONV(T, COLUMNS) PointwiseConv<T, COLUMNS>{x, filter, z, y, rows, in, out}.run(bn)
-#else  // passes/fusion.py does not use these kernels on older GPUs
+#else  // passes/fusion.py and passes/folding.py use these kernels only from compute capability 8.0 on
 #define RUN_POINTWISE_CONV(T, COLUMNS) asm("trap;")
 #endif
 

@@ -196,7 +196,7 @@ struct Stem {
   }
 #if !defined(__CUDACC_RTC__) || __CUDA_ARCH__ >= 800
 #define RUN_STEM(T) Stem<T>{x, y, size}.run(filter, channels, bn)
-#else  // passes/fusion.py does not use these kernels on older GPUs
+#else  // passes/folding.py uses these kernels only from compute capability 8.0 on
 #define RUN_STEM(T) asm("trap;")
 #endif
 

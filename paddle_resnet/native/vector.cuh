@@ -148,7 +148,7 @@ __device__ __forceinline__ void round_words(f32, unsigned (&words)[kWords]) {
 #pragma unroll
   for (unsigned &word : words) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(__uint_as_float(word)));
 }
-#else  // passes/fusion.py does not use these kernels on older GPUs
+#else  // the callers run only from compute capability 8.0 on, see has_bfloat16_tensor_cores in passes/fusion.py
 template <class T>
 __device__ void multiply_add(T, const unsigned (&)[4], unsigned, unsigned, float (&)[4]) {
   asm("trap;");

@@ -287,7 +287,7 @@ def _addition_of_pool_gradient(graph, name):
     """If the only reader of a gradient adds it to the gradient of global average pooling, return (gradient operator of
     the pooling, operator that adds). In all other cases, return (None, None)."""
     add, *others = graph.readers.get(name, [None])
-    # The custom operator for a preceding BN or max pooling layer may already compute this sum (see Graph.summands).
+    # The custom operator for a preceding BN or pooling layer may already compute this sum (see Graph.summands).
     if others or add is None or add.type not in GRADIENT_SUMS or add in graph.replaced:
         return None, None
     producers = [graph.producers[summand] for summand in add.input_arg_names if summand != name]

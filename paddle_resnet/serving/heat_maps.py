@@ -63,7 +63,7 @@ class GradCam:
                     f"operators with gradients; {_REMEDY}"
                 )
             # The sum instead of Grad-CAM's mean over all positions only scales the map. With the sum, the mean of a
-            # class activation map plus the bias is the logit.
+            # class activation map plus the bias is the logit if only pooling and a linear layer follow the feature map.
             weights = _op("reduce_sum", {"X": gradient}, dim=[2, 3], keep_dim=True)
             weighted = _op("elementwise_mul", {"X": features, "Y": weights})
             self._map = _op("reduce_sum", {"X": weighted}, dim=[1], keep_dim=False)
@@ -101,7 +101,7 @@ def _last_feature_map(network):
     producers = {name: op for op in block.ops for name in op.output_arg_names}
 
     def needed(without=None):
-        """Return the variables that the logits depend on, in reverse order, if `without` is a constant."""
+        """Return the variables that the logits depend on if `without` is a constant."""
         found, names = {}, [network.logits.name]
         while names:
             if (name := names.pop()) not in found and name != without:

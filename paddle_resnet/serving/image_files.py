@@ -152,7 +152,7 @@ def _alone(description, path, problem, device, threads, read, error):
         try:
             images = next(decoded)
         except RuntimeError:
-            problem = bad_images.decode(encoded.tobytes())
+            problem = bad_images.decode(encoded.tobytes(), _file(path))
             if problem is None:
                 reason = str(error).strip().splitlines()[-1]
                 raise RunError(f"{path}: DALI cannot load this image ({reason}); remove it") from error
@@ -169,10 +169,15 @@ def _checked(read, description):
 
     def read_and_check(path):
         data, problem = read(path)
-        problem = problem or bad_images.header_problem(data, shorter_side)
+        problem = problem or bad_images.header_problem(data, shorter_side, _file(path))
         return (None, problem) if problem else (np.frombuffer(data, np.uint8), None)
 
     return read_and_check
+
+
+def _file(path):
+    """Return the path of an image file, or None for an image that is not a file."""
+    return path if isinstance(path, str) else None
 
 
 def _shorter_side(description):

@@ -21,7 +21,7 @@ from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import command
 from paddle_resnet.utils.mode import RunScope
 
-# Values of --data-format whose images have one label.
+# Values of --data-format that store one label per image, so that --multi-label does not support them.
 ONE_LABEL = ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
 # Flags whose features PIR programs lack. --cuda-graph is not among them, because it has no effect without a GPU.
 _NOT_IN_PIR = ("amp", "asp", "qat", "teacher")

@@ -114,7 +114,7 @@ def _build_parser():
     parser = Parser(
         prog="train",
         description="Train, evaluate or benchmark an image classifier with Paddle and NVIDIA DALI.",
-        # Omit the example with a recipe if only the wheel is installed, because the wheel does not contain configs/.
+        # Omit the example with a recipe if paddle-resnet is installed, because a wheel does not contain configs/.
         examples=[example for example in EXAMPLES if "configs/" not in example[1] or not is_installed()],
         main=MAIN,
         epilog=f"{program('train')} --print-config FLAGS prints the values as a file for --config, except those that "

@@ -2,7 +2,7 @@
 higher rank (drop_unused)."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from paddle_resnet.settings import conflicts, inheritance, values
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS, MODULES
@@ -52,7 +52,7 @@ def _found(settings: values.Settings, sources: Iterable[Any]) -> Iterator[Confli
             part: Any = settings.part(source)
             yield from part.conflicts()
         elif callable(source):
-            yield from source(settings)
+            yield from cast(Any, source)(settings)
         else:
             yield from source.conflicts(settings.part(source.Settings))
 

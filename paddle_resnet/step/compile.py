@@ -168,8 +168,8 @@ def _traced(options, compiled, is_train):
 
 def _update_natively(program):
     """Replace Paddle's update operators in a program that build has not built, if all of them implement the same rule
-    of optimizers/table.py. If the operators implement several rules, none is replaced, because Paddle's update
-    operators cannot read the factor that unscales the gradients. Raises the errors of check_natively."""
+    of optimizers/table.py. Otherwise, none is replaced: if only some were, Paddle's remaining update operators could
+    not read the factor that unscales the gradients. Raises the errors of check_natively."""
     rule, *others = {table.rule_of(op) for op in graph.updates(program)} or {None}
     if rule is not None and not others:
         block = graph.block(program)

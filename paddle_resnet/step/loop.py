@@ -90,11 +90,11 @@ def run_and_save(
         predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
         --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}, ece (expected calibration
         error) and reliability (see confidence.reliability).
-        With Mode.EVAL and --multi-label, instead of top1, top5, confusion and class_top1: the result of
-        label_metrics.evaluate, without --benchmark.
         With Mode.EVAL and --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the
         order of the data set, with the columns label, the k = min(5, C) most probable classes, and their
         probabilities).
+        With --multi-label, there are neither top1 and top5 nor the metrics of Mode.EVAL listed above; evaluations
+        instead return the result of MultiLabel.reduce.
     Raises:
         the errors of program.run.
     """

@@ -91,7 +91,8 @@ class MultiLabel:
 
     def reduce(self, meters_of_rank: Mapping[str, Any], is_benchmark: bool) -> dict[str, Any]:
         """Return the result of label_metrics.evaluate for the images of all processes, with arrays instead of lists. On
-        rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}. Return {} in a benchmark."""
+        rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}. Return {} in training and
+        in a benchmark."""
         if is_benchmark or "scores" not in meters_of_rank:
             return {}
         from paddle_resnet.job import exchange

@@ -114,7 +114,8 @@ def perceptual_hash(picture: Pillow.Image) -> int:
     """
     upright = Pillow.fromarray(preprocessing.upright_rgb(picture))
     gray = np.asarray(upright.convert("L").resize((SIDE, SIDE), Pillow.Resampling.BOX), np.float64)
-    frequencies = _DCT @ gray @ _DCT.T
+    # Rounding errors would determine the bits of frequencies that are 0, for example in an image of a single color.
+    frequencies = np.round(_DCT @ gray @ _DCT.T, 6)
     bits = frequencies > np.median(frequencies)
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 

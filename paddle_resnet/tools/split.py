@@ -29,9 +29,10 @@ def split(
     """Split the images of each class into train/ and val/. If the file system supports links, images are linked instead
     of copied.
 
-    The selection for val/ depends only on the names of classes and files, the fraction and the seed. The
-    images of a class are sorted by a hash of their names, and the first images go to val/. If images are added and the
-    split is repeated, the old images keep their order, so only those at the limit between val/ and train/ can move.
+    Without groups_duplicates, the selection for val/ depends only on the names of classes and files, the fraction and
+    the seed. The images of a class are sorted by a hash of their names, and the first images go to val/. If images are
+    added and the split is repeated, the old images keep their order, so only those at the limit between val/ and train/
+    can move.
 
     Args:
         source: folder of class folders, which is not changed.

@@ -323,7 +323,7 @@ def check(task: Task) -> Result:
         return f"cannot be used: {e}", [], None, None
     if not data:
         return "is empty", ["0 bytes"], None, label
-    failure = bad_images.decode(data)
+    failure = bad_images.decode(data, image.path if image.kind is None else None)
     if failure is None and not classes.is_class(label, num_of_class):
         allowed = "a whole number from 0" if num_of_class is None else f"a whole number from 0 to {num_of_class - 1}"
         failure = f"has label {label:.15g}, which is not {allowed}"

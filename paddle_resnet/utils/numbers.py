@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 AUTO = "auto"  # value of --label-offset with which the data set determines the offset
-MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
+MAX_BELOW_ONE = 0.9999999  # float32 rounds values just below 1 to 1, and optimizers divide by 1 minus the value
 MAX_NUMBER = 1e38  # Paddle and DALI convert numbers to float32, whose largest value is 3.4e38
 
 

@@ -341,7 +341,7 @@ WRONG = {
     "not finite": (write_nan, ["linear_0.b_0 has values that are not finite"]),
     "other network": (
         lambda f: edit(f, arguments=lambda flags: flags | {"model_arch_name": "ResNet18"}),
-        ["does not match ResNet18", "are missing", "use a checkpoint of this network"],
+        ["does not match ResNet18", "missing, 0 unknown", "use a checkpoint of this network"],
     ),
     "unknown network": (
         lambda f: edit(f, arguments=lambda flags: flags | {"model_arch_name": "Never"}),

@@ -484,3 +484,17 @@ def test_network_trained_with_labels_from_1_is_evaluated_with_class_folders(
     put(subset / "val.txt", f"val/class1/{next((subset / 'val/class1').iterdir()).name} 2")
     assert run_train("--output-dir", tmp_path / "new", image_root=subset)[0] == 2
     assert_one_error(capsys.readouterr().err, ["has label 2, but class class1 has label 1 among the sorted"])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (["a", "b"], ["b", "a"], True),
+        (["0", "1"], ["a", "b"], False),
+        (["0", "1", "2"], ["0", "1"], False),
+        (["0", "1", "2"], ["0", "2", "x"], True),  # the folder of digit 1 has been renamed
+        ([], ["a"], False),
+    ],
+)
+def test_only_lists_with_names_are_compared(first, second, expected):
+    assert numbering.have_names(first, second) == numbering.have_names(second, first) == expected

@@ -174,3 +174,11 @@ def test_npz_files_without_images_are_not_a_data_set(tmp_path):
     np.savez(tmp_path / "mnist.npz", x_train=np.zeros(3), y_train=np.zeros(3))
     (sight,) = (sight for sight in sniffer.look(tmp_path) if sight.kind)
     assert (sight.what, sight.kind) == ("mnist.npz: arrays", "array")
+
+
+@pytest.mark.parametrize("suffix", ["txt", "json", "mat"])
+def test_annotations_of_single_images_are_not_read(suffix):
+    others = ["images/0.jpg", f"labels.{suffix}", f"meta/0.{suffix}", "labels/train.csv"]
+    annotations = [f"labels/{i}.{suffix}" for i in range(101)]
+    assert sniffer._without_annotations([*others, *annotations]) == others
+    assert sniffer._without_annotations([*others, *annotations[1:]]) == [*others, *annotations[1:]]

@@ -79,7 +79,7 @@ def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths,
 def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, photo_paths, tmp_path, monkeypatch):
     data = Path(photo_paths[0]).read_bytes()
     (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])
-    monkeypatch.setattr(bad_images, "decode", lambda data: None)
+    monkeypatch.setattr(bad_images, "decode", lambda *_: None)
     model = Model("", networks.load_checkpoint(checkpoint).description, None)
     with pytest.raises(RunError, match=rf"{tmp_path}/a.jpg: DALI cannot load this image \(.+\); remove it"):
         list(image_files.predict(model, [str(tmp_path / "a.jpg")]))

@@ -43,13 +43,12 @@ def test_bn_statistics_of_a_checkpoint_must_be_averaged(tmp_path, changes, is_av
 def test_description_of_a_network(tta):
     flags = {"resize_short": 40, "interp": "cubic", "normalize_scale": 1, "normalize_mean": [0], "normalize_std": [1]}
     flags |= {"model_arch_name": "a/net.py:Net", "num_of_class": 5, "data_layout": "NCHW", "dali_device": "gpu"}
-    args = SimpleNamespace(tta=tta, part=lambda cls: cls(), **flags)
     results = {"top1": 0.5, "top5": 0.75, "loss": 1.5}
     meta = {"epoch": 3, "classes": ["n01"], "class_names": ["tench"], "evaluated": results | {"images": 9}}
     for crop, recorded in (([32, 32], 32), ([32, 48], [32, 48])):
-        args.image_shape = [4, *crop]
+        options = networks.Options(tta=tta, image_shape=[4, *crop], device="cpu", dali_output_fp16=False, **flags)
         images = SimpleNamespace(name="x", shape=[-1, 3, *crop], dtype="float32")
-        description = networks._describe(args, meta, images, SimpleNamespace(name="y"))
+        description = networks._describe(options, meta, images, SimpleNamespace(name="y"))
         assert description["arch"] == "Net" and description["classes"] == ["tench"] and description["epoch"] == 3
         expected = results | {"decoder": "gpu"} | ({"tta": "flip"} if tta == "flip" else {})
         assert description["evaluated"] == expected
@@ -57,7 +56,7 @@ def test_description_of_a_network(tta):
         assert description["output"] == {"name": "y", "shape": [None, 5], "values": "probabilities"}
         assert description["preprocessing"]["center_crop"] == recorded
     del meta["class_names"]
-    assert networks._describe(args, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
+    assert networks._describe(options, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
 
 
 def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, tmp_path):

@@ -125,6 +125,12 @@ def test_hash_does_not_depend_on_size_compression_brightness_and_orientation():
     assert (duplicates.perceptual_hash(picture(1, (200, 150))) ^ expected).bit_count() > duplicates.MAX_DISTANCE
 
 
+def test_rounding_errors_do_not_change_the_hash():
+    """All frequencies except the mean are 0 in an image of a single color."""
+    blank = {duplicates.perceptual_hash(Image.new("L", (40, 30), level)) for level in (1, 7, 128, 254, 255)}
+    assert len(blank) == 1
+
+
 @pytest.mark.parametrize("distance", [0, 3, 4, 6, duplicates.MAX_DISTANCE])
 def test_search_finds_the_same_pairs_as_a_comparison_of_all(distance, monkeypatch):
     monkeypatch.setattr(duplicates, "_BLOCK", 100)

@@ -85,7 +85,8 @@ def index(
         num_of_class: number of network outputs, or None for any number.
         label_offset: number to subtract from the labels.
     Returns:
-        image_files.Files. `classes` are the class names of label_names, or None. Paths are relative to image_root.
+        image_files.Files. `classes` are the class names of label_names, or None. Paths are absolute, or relative to
+        image_root.
     Raises:
         UsageError: the list or classes.txt cannot be read, the list is empty, a line is malformed, a path has two
             labels, or a label has no name in label_names or, without names, no network output.

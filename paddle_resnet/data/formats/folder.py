@@ -16,7 +16,7 @@ from paddle_resnet.utils.mode import Mode
 
 EXAMPLE = "{}/"
 NAMES = "(?P<set>{split})"
-# Suffixes of image files that cannot be read.
+# Suffixes of image files that training cannot read.
 _UNSUPPORTED = (
     ".heic",
     ".heif",

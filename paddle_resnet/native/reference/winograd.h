@@ -1,7 +1,8 @@
 // Winograd's algorithm F(2x2, 3x3) for convolutions of images [N, H, W, C] with 3x3 filters, stride 1 and padding 1
 // (Lavin and Gray, arXiv:1509.09308): a tile of 2x2 output pixels needs 16 instead of 36 multiplications per pair of
 // channels. These functions transform tiles and filters; 16 matrix products between the transforms compute the rest.
-// Transformed tiles are [16, tiles, channels], and transformed filters [16, outputs, channels].
+// Transformed tiles are [16, tiles, channels], and transformed filters [16, outputs, channels] or, in the forward pass,
+// [16, channels, outputs].
 
 #pragma once
 

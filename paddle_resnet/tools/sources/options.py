@@ -15,7 +15,8 @@ class Options:
             fraction is DEFAULT_VAL, and ImageNet is not divided.
         image_column, label_column, split_column: names of columns in a table or Parquet file (the split: only in a
             table) or of features in a TFRecord, or None to detect them. For CIFAR-100, label_column is
-            "coarse_labels" or "fine_labels" (default).
+            "coarse_labels" or "fine_labels" (default). For tar shards, label_column is a key of the objects in
+            KEY.json, or one of the extensions "cls" and "txt".
         delimiter: text between the columns of a table, or None to detect it.
         label_index: index of the label to use if records have several labels, or None.
         class_depth: number of nested folders that form a class, counted from the split or, if negative, from the image;

@@ -190,6 +190,8 @@ def _columns(path, folder, split, images, options):
         if at is None:
             raise UsageError(f"{path}: no column is recognized for {flag}; set it to one of {', '.join(header[:10])}")
     at_splits = [i for i, name in enumerate(known) if name in sniffer.SPLIT_COLUMNS]
+    if not path.lower().endswith(".mat"):  # in other tables, "test" may be a property of the image
+        at_splits = [i for i in at_splits if known[i] != "test"]
     at_split = index("--split-column", options.split_column, at_splits)
     if at_split is not None and options.split_column is None:
         is_known = any(_split_value(header[at_split], row[at_split]) for _, row in cells)
@@ -231,7 +233,8 @@ def _is_flag(column):
 
 
 def _one_hot(path, folder, split):
-    """Return [Row] of Roboflow's _classes.csv: the name of the image, and one column with 0 or 1 for each class."""
+    """Return [Row] of a table such as Roboflow's _classes.csv: the name of the image, and one column with 0 or 1 for
+    each class."""
     cells = _cells(path)
     _, header = next(cells, (path, []))
     rows = []
