@@ -1146,7 +1146,7 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, photos, tmp_pat
             export.export(checkpoint, tmp_path / name)
     with open(checkpoint / "tiny.pdparams", "r+b") as f:
         f.write(b"damage")
-    with pytest.raises(UsageError, match=r"Tiny/0: damaged \(tiny.pdparams.* sha256"):
+    with pytest.raises(UsageError, match=r"Tiny/0: unusable \(tiny.pdparams.* sha256"):
         export.export(checkpoint, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
