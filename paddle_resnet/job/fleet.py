@@ -22,8 +22,8 @@ GPU_FLAGS = {
     "FLAGS_cudnn_batchnorm_spatial_persistent": True,
     "FLAGS_max_inplace_grad_add": 8,
 }
-# Number of gradients per fused all-reduce between hosts. Without CUDA graphs, a step with Fleet's default of 8 took 3.5 %
-# to 8.5 % longer than with 16 or more. With 32, most of the communication overlaps with the backward pass, and few
+# Number of gradients per fused all-reduce between hosts. Without CUDA graphs, a step with Fleet's default of 8 took
+# 3.5% to 8.5% longer than with 16 or more. With 32, most of the communication overlaps with the backward pass, and few
 # all-reduces remain after the backward pass. Within a host, this project uses one all-reduce per data type after the
 # backward pass, because with CUDA graphs, such a step took 1.4 % less time than a step with 32. All times are for
 # ResNet-50 with O2 on two H200s of one host (benchmarks/log/multi_gpu_h200.md).

@@ -199,7 +199,10 @@ def test_negative_values_before_the_pooling_of_timm_cause_a_warning(capsys, fiel
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2
     for warning in warnings:
-        assert "stem.first.lab: returns negative values, so the logits here and in timm, which pads" in warning
+        assert (
+            "stem.first.lab: returns negative values, which timm pads with zeros at the bottom and right edge"
+            in warning
+        )
 
 
 @pytest.mark.parametrize("case", ["XResNet50, fastai", "MobileNetV3_Small, timm", "GhostNet, PaddleClas"])
