@@ -235,7 +235,7 @@ def log_info(step: tuple[int, ...], metrics: dict[str, Any], mode: Mode) -> None
     Args:
         step: (epoch, step), (epoch,) or ().
         metrics: {name of a metric: value}. In the report, the metric NAME is called "train.NAME" or "val.NAME". Arrays
-            are not logged, because run_report.py writes them to files.
+            other than "reliability" are not logged, because run_report.py writes them to files.
         mode: kind of the steps that the metrics describe, Mode.TRAIN or Mode.EVAL.
     """
     log_metrics(step, metrics, mode)

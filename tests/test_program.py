@@ -650,8 +650,8 @@ def test_accumulation_affects_checkpoints_but_not_evaluation(parse):
     ],
 )
 def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done, expected):
-    """An interval has two steps, and an earlier epoch had `done` steps. Evaluations and runs with a single process do
-    not compare anything."""
+    """The interval is two steps, and `done` steps were completed before this epoch. Evaluations and runs with a single
+    process do not compare anything."""
     checks, phases = [], []
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED, "source": "the program"})
     monkeypatch.setattr(replicas, "INTERVAL_STEPS", 2)

@@ -53,7 +53,8 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layer names that other projects use for a family of networks.
+    """The layer names that other projects use for a family of networks, and how these networks differ from this
+    project's: epsilon, gates, dropout and padding.
 
     Attributes:
         projects: names of the projects.

@@ -523,7 +523,8 @@ def restore(
             path = Path(checkpoint.folder) / statistics
             variables.load_statistics(path, place, is_verbose)
     where = f"epoch {checkpoint.epoch}" + (f" step {checkpoint.step}" if checkpoint.step else "")
-    logger.info(f"loaded {checkpoint.folder}: continuing with {where}")
+    verb = "continuing" if checkpoint.resumes else "starting"
+    logger.info(f"loaded {checkpoint.folder}: {verb} with {where}")
     return checkpoint
 
 

@@ -234,7 +234,8 @@ def _rotate(images, mean, options, seeds):
 
 def _lighting(images, mean, options, seeds):
     """Add an offset to the RGB values (0 to 255) of an image, by subtracting it from the mean: the sum of ImageNet's
-    eigenvectors, each multiplied by its eigenvalue and a random number from N(0, --lighting)."""
+    eigenvectors, each multiplied by its eigenvalue and a normally distributed random number with standard deviation
+    --lighting."""
     from nvidia.dali import fn, types
 
     mean = types.Constant(np.float32(mean))

@@ -33,7 +33,7 @@ def label_names(image_root: str, ignored: Collection[str] = ()) -> tuple[str, li
     """Return (path, class names in label order, first label or None if it is unknown) from the file with class names in
     image_root or meta/, such as labels.txt or flowers_label_list.txt, or None if there is no such file. Files in meta/
     are used only if image_root has none. `ignored` are the paths of files with different content. Raise UsageError if
-    several files in the same folder differ, or if a name occurs twice or is empty."""
+    several files in the same folder differ, if a file cannot be read, or if a name occurs twice or is empty."""
     for folder in filter(os.path.isdir, (image_root, os.path.join(image_root, "meta"))):
         files = [name for name in sorted(os.listdir(folder)) if _NAME_FILE.fullmatch(name)]
         files = [name for name in files if os.path.join(folder, name) not in ignored]
@@ -47,7 +47,7 @@ def label_names(image_root: str, ignored: Collection[str] = ()) -> tuple[str, li
 
 def _numbered_names(path):
     """Return (names, first number or None) of a file with lines `NAME`, `NUMBER NAME` or `NAME NUMBER`. Raise
-    UsageError if a name occurs twice or is empty."""
+    UsageError if the file cannot be read, or if a name occurs twice or is empty."""
     names = [line.strip() for line in _lines(path) or [""]]
     pairs = [name.split(maxsplit=1) for name in names]
     if all(len(pair) == 2 and pair[1].isdecimal() for pair in pairs):

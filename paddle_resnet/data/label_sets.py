@@ -391,8 +391,12 @@ def open_split(
     trained: Sequence[str] | None = None,
     allow_empty: bool = False,
 ) -> DataSet:
-    """Open a split for the DALI pipeline. For the arguments, see root.DataRoot.open; for errors, see read_labels. The
-    labels that DataSet.read returns are float32 [num_of_class or, if it is None, number of classes]."""
+    """Open a split for the DALI pipeline. For the arguments, see root.DataRoot.open. The labels that DataSet.read
+    returns are float32 [num_of_class or, if it is None, number of classes].
+
+    Raises:
+        UsageError: see read_labels; or the split has no images, no image has a class, or a class name contains |.
+    """
     found = read_labels(root, mode, num_of_class, trained, allow_empty)
     outputs = num_of_class or len(found.classes)
     if not found.names:

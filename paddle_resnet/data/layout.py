@@ -202,6 +202,7 @@ def neighbors(image_root: str) -> list[str]:
 
 
 def _split_command(source, image_root):
-    """Return the command that creates both splits from a folder of class folders."""
+    """Return a remedy: the command that creates both splits from a folder of class folders, and the --image-root to use
+    afterwards."""
     output = f"{os.path.abspath(image_root)}_split"
     return f"run `{command('dataset', 'split', source, '--output', output)}` and use --image-root {shlex.quote(output)}"

@@ -297,7 +297,7 @@ def _check_lists(root, formats, offsets, classes, source):
     Returns:
         whether a file list contains images in class folders.
     Raises:
-        UsageError: a label differs.
+        UsageError: a label differs or, if `source` is SORTED, is not below the number of classes.
     """
     counts = Counter(classes)
     label_of = {name: label for label, name in enumerate(classes) if counts[name] == 1}
@@ -439,7 +439,7 @@ def _is_imagenet(sampled, offset):
 
 def _sampled_names(sampled, offset, outputs):
     """Return (names that identify the classes, names for reports) in label order, or (None, None) if the names of some
-    classes are unknown.
+    classes are unknown or the number of names differs from `outputs`.
 
     Args:
         sampled: result of _sample.

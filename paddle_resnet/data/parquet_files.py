@@ -232,7 +232,7 @@ def _described(path, schema):
 
 def _features_of_readme(path):
     """Return {column: feature} from the first README.md with `dataset_info` in the folder of a file or in its two
-    nearest parent folders."""
+    nearest parent folders; {} if there is none, or if its configurations differ and none is that of the file."""
     folder = os.path.dirname(os.path.abspath(path))
     for _ in range(_README_LEVELS):
         readme = os.path.join(folder, _README)

@@ -81,7 +81,7 @@ class DataRoot:
 
     def format(self, mode: Mode) -> str:
         """Return the storage format of a split. Raise UsageError if image_root is not a folder, or contains the split
-        in several formats."""
+        several times."""
         if self.data_format != AUTO:
             return self.data_format
         if mode not in self._formats:

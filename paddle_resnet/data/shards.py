@@ -151,6 +151,7 @@ def reader_arguments(name: str, shard_id: int, num_shards: int, shuffle: bool, s
 
 
 def shard_order(shuffle: bool, seed: int) -> dict[str, Any]:
-    """Return the arguments with which a reader reads the record files in a different random order in each epoch."""
+    """Return the arguments with which a reader reads the record files in a different random order in each epoch; {}
+    without `shuffle`."""
     # All processes use the same seed, so all processes read the shards in the same order.
     return {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": seed} if shuffle else {}

@@ -48,7 +48,7 @@ _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize
 _LINE = 4096  # number of bytes at the end of a list that are read to find its last line
 _HEAD = 1 << 16  # number of characters of a text file that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, SUFFIXES)) + ")"
-_NATIVE = r"(train|val(idation)?)"  # usual names of the record files that training reads
+_NATIVE = r"(train|val(idation)?)"  # how the names of the record files that training reads usually begin
 _SPLIT = rf"({'|'.join(SPLIT_OF)})"
 _TABLE_ENDING = rf"\.({'|'.join(suffix[1:] for suffix in TABLE_SUFFIXES)})"
 
@@ -381,7 +381,8 @@ def is_table(
     label_column: str | None = None,
     is_image: Callable[[str], bool] = lambda cell: False,
 ) -> bool:
-    """Return whether a file is a table with a column of images and a column of labels.
+    """Return whether a file is a table with a column of images and a column of labels or, if label_column is None, a
+    column for each class (is_one_hot). Return False for Kaggle's sample submissions.
 
     Args:
         path: path of the file.
@@ -710,8 +711,8 @@ def _first_images(root, paths):
 
 
 def _nested(root, paths):
-    """Yield a Sight for images in nested folders, such as training_set/training_set/cat/0.jpg, unless a folder has the
-    name of a split or contains images."""
+    """Yield a Sight for images in nested folders, such as training_set/training_set/cat/0.jpg, unless a top-level
+    folder has the name of a split or directly contains images."""
     folders = [path for path in paths if re.fullmatch("[^/]+/", path)]
     if any(re.fullmatch(f"{_SPLIT}/", path, re.IGNORECASE) for path in folders):
         return

@@ -53,7 +53,8 @@ def start(seed: int, device: str, data_layout: str, kernels: str, needs_serial_r
         seed, device, data_layout, kernels: values of the flags.
         needs_serial_run: whether the run captures a CUDA graph or traces steps.
     Raises:
-        RunError: the port of Paddle's Gloo server is in use (on rank 0 of a CPU job with several processes).
+        RunError: the port of Paddle's Gloo server is in use (with Paddle 2.6, on rank 0 of a CPU job with several
+            processes).
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -85,8 +86,8 @@ def start(seed: int, device: str, data_layout: str, kernels: str, needs_serial_r
 
 
 def reduces_at_the_end(device: str) -> bool:
-    """Return whether gradients are all-reduced after the backward pass, once per data type and on the CUDA stream of
-    the computation. If the result is false, the all-reduces are part of the backward pass."""
+    """Return whether gradients are all-reduced after the backward pass, once per data type and, with Paddle 2.6, on the
+    CUDA stream of the computation. If the result is false, the all-reduces are part of the backward pass."""
     return device == "gpu" and processes.is_one_host()
 
 

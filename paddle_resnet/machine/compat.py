@@ -42,8 +42,8 @@ _HARMFUL_FLAGS = {
 
 def check_version(version: str = paddle.__version__) -> None:
     """Check that the version of Paddle is supported, that Paddle builds legacy programs, and that no flag of Paddle
-    makes these programs fail. Warn, once per process, if the version is newer than HIGHEST. If an earlier
-    command in this process has called use_pir, switch Paddle to legacy programs again.
+    makes these programs fail. Warn, once per process, if is_newer_than_tested(version). If an earlier command
+    in this process has called use_pir, switch Paddle to legacy programs again.
 
     Raises:
         UsageError: the version is not supported, Paddle builds PIR programs although use_pir has not been called, or
@@ -112,7 +112,7 @@ def use_pir() -> None:
     leave_pir is called.
 
     Raises:
-        UsageError: this version of Paddle has no PIR programs.
+        UsageError: the version of Paddle is older than 3.
     """
     global _uses_pir
     if not IS_PADDLE_3:

@@ -44,7 +44,8 @@ def add(
             "scores".
     Returns:
         {"loss"}, in float32; "scores": the logits and the labels, float32 [N, 2 * class_num]. If a logit of an image is
-        NaN or infinite, the loss of the image is NaN or infinite.
+        NaN or infinite, the loss of the image is NaN or infinite. In the asymmetric loss with m > 0, the exception is
+        the logit +inf, with which the loss is finite.
     """
     with loss_head.scope():
         if not is_train:

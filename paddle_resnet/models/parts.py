@@ -1,7 +1,7 @@
 """The parts of a network, ordered by depth, for --freeze, --lr-decay-by-layer and --classifier-lr-factor.
 
 Each layer that is an attribute of the network and has parameters is a part. If the attribute is a list of layers, each
-layer in the list is a part, except that the stem is always a single part.
+layer in the list is a part, except that the stem is always a single part. The classifier is always a part of its own.
 """
 
 import re
@@ -24,7 +24,7 @@ def freeze(model: "nn.Layer", names: list[str]) -> "list[Parameter]":
     Args:
         model: result of build_model.
         names: layer paths from --freeze, such as "stem"; "stages.0" also selects the blocks of the stage, "stages.0_0",
-            "stages.0_1" and so on. ALL_BUT_CLASSIFIER selects all layers outside the classifier.
+            "stages.0_1" and so on. ALL_BUT_CLASSIFIER, as the only name, selects all layers outside the classifier.
     Returns:
         list of the frozen parameters.
     Raises:

@@ -58,9 +58,9 @@ class Light(nn.Layer):
 
 
 class Stem(nn.Layer):
-    """Five convolutions, two of them with stride 2. Two convolutions and, in parallel, max pooling read the output of
-    the first convolution. The 2x2 windows of the two convolutions and of the pooling have stride 1 and extend beyond
-    the bottom and right edge, where convolutions read zeros. Pooling ignores the pixels beyond the edge, as in
+    """Five convolutions, two of them with stride 2. A chain of two convolutions and, in parallel, max pooling read the
+    output of the first convolution. The 2x2 windows of the two convolutions and of the pooling have stride 1 and extend
+    beyond the bottom and right edge, where convolutions read zeros. Pooling ignores the pixels beyond the edge, as in
     PaddleClas; timm pads with zeros, which differs if LearnableAffine returns negative values.
 
     Args:

@@ -132,7 +132,7 @@ class ResNet(nn.Layer):
         num_classes: number of logits.
         in_channels: 3, or 4 if the loader adds a zero channel to RGB images.
         data_format: layout of the input and of all activations, "NCHW" or "NHWC".
-        width: number of channels of the stem and of the first stage.
+        width: number of output channels of the stem, and width of the blocks of the first stage.
         stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; "deep-no-pool" for the same without max
             pooling, which doubles the height and width of all later activations; or "small" for one 3x3 convolution
             with stride 1 and no max pooling, for images of about 32 to 64 pixels.

@@ -21,16 +21,16 @@ MAX_BYTES = 1 << 24
 
 
 def split(arch: str) -> tuple[str, str] | None:
-    """Return (path, NAME) for FILE.py:NAME, or None for the name of a registered network."""
+    """Return (path, NAME) for FILE.py:NAME, or None for any other text."""
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", arch, re.ASCII)
     return (match[1], match[2]) if match else None
 
 
 def check(arch: str) -> None:
-    """Check that FILE.py exists, is valid Python and defines NAME.
+    """Check that FILE.py can be read, is valid Python and defines NAME.
 
     Raises:
-        UsageError: the file does not exist, is not valid Python or does not define NAME.
+        UsageError: the file cannot be read or exceeds MAX_BYTES, is not valid Python or does not define NAME.
     """
     path, name = split(arch)
     flag = f"--model-arch-name {arch}"
@@ -50,17 +50,17 @@ def check(arch: str) -> None:
 
 
 def sha256(arch: str) -> str | None:
-    """Return the hexadecimal sha256 of FILE.py, or None for the name of a registered network.
+    """Return the hexadecimal sha256 of FILE.py, or None for any other text.
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: the file cannot be read or exceeds MAX_BYTES.
     """
     return hashlib.sha256(_read(arch)).hexdigest() if split(arch) else None
 
 
 def load(arch: str) -> tuple[Any, str]:
     """Execute FILE.py as a module, and return the object NAME and the sha256 of the file. If load() has executed the
-    same content before, it does not execute the file again.
+    same file with the same content before, it does not execute the file again.
 
     Raises:
         UsageError: the file fails check() or raises an exception.
@@ -86,8 +86,8 @@ def load(arch: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def errors(arch: str) -> Iterator[None]:
-    """Convert exceptions from the file's code to a UsageError with the line number. Exceptions from registered networks
-    propagate unchanged."""
+    """Convert exceptions from the file's code to a UsageError, with the line number if the traceback contains a line of
+    the file. Exceptions from registered networks propagate unchanged."""
     try:
         yield
     except (Exception, SystemExit) as e:

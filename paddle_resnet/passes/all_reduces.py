@@ -98,8 +98,8 @@ def own_statistics(train_prog: static.Program) -> list[str]:
 
 
 def bn_statistics(train_prog: static.Program, includes_frozen: bool = True) -> list[str]:
-    """Return the names of the running means and variances in a training program. If includes_frozen is false, omit
-    those of frozen BN layers."""
+    """Return the names of the running means and variances of the trained network in a training program, without those
+    of --teacher. If includes_frozen is false, omit those of frozen BN layers."""
     ops = _bn_layers(train_prog, includes_frozen)
     return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]
 

@@ -55,10 +55,10 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 def fuse(program: static.Program, uses_onednn: bool = False) -> int:
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
-    are not replaced. All kernels except that of dropout require that the size of the last axis, which is the number of
-    channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes through it. The
-    functions _is_plain_pool, _is_global_average_pool, _scales_channels, _concatenates_channels, has_depthwise_kernel
-    and is_pointwise check the other conditions.
+    are not replaced. All kernels except those of dropout and oneDNN require that the size of the last axis, which is
+    the number of channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes
+    through it. The functions _is_plain_pool, _is_global_average_pool, _scales_channels, _concatenates_channels,
+    has_depthwise_kernel and is_pointwise check the other conditions.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.

@@ -1,9 +1,11 @@
 """Heat maps: which region of an image determined a class.
 
-The maps are those of Grad-CAM (Selvaraju et al., arXiv:1610.02391): the channels of the last feature map, weighted with
-the gradient of the class's logit and added. In a network that ends with global average pooling and one linear layer,
-the gradient is the class's column of the weights, and the map is the class activation map of Zhou et al.
-(arXiv:1512.04150). The gradient of the layers before the last feature map is not computed.
+The maps are those of Grad-CAM (Selvaraju et al., arXiv:1610.02391): each channel of the last feature map that is larger
+than 1x1 is weighted with the gradient of the class's logit, summed over all positions of the channel; the weighted
+channels are added, negative values of the sum are replaced with 0, and the result is interpolated bilinearly at the
+pixels of the image. In a network that ends with global average pooling and one linear layer, the sum of the gradient is
+the class's column of the weights, and the map is the class activation map of Zhou et al. (arXiv:1512.04150). The
+gradient of the layers before the last feature map is not computed.
 """
 
 from __future__ import annotations

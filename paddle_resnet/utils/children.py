@@ -58,7 +58,7 @@ def run(
 def reason(returncode: int, output: str) -> str:
     """Return why a run failed: the last error message in its output, which can be that of several processes. If there
     is no error message, return the last line, and if there is no output, the exit code. If a signal killed the run, the
-    text begins with the name of the signal."""
+    text begins with "killed by" and the name of the signal."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
     errors = [

@@ -72,6 +72,7 @@ def open_regular(path: str | Path, limit_bytes: int | None = None) -> BinaryIO:
     Raises:
         OSError: the path cannot be opened, is a folder, pipe, device or non-empty file in /proc, or is too large.
             strerror states the problem.
+        ValueError: the path contains a null byte.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -72,7 +72,8 @@ def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
 def best_threshold(labels: np.ndarray, scores: np.ndarray) -> float:
     """Return the threshold with the highest F1; scores from the threshold on predict the class. If several thresholds
     are equally good, return the highest. The threshold is the center between the two neighboring scores, so that the
-    rounding of an inference engine does not change predictions. For arguments, see curve."""
+    rounding of an inference engine does not change predictions; the neighbor below the lowest score is 0. Return
+    DEFAULT_THRESHOLD if no image has the class. For arguments, see curve."""
     hits, predicted, ranked = curve(labels, scores)
     if not len(hits) or hits[-1] == 0:
         return DEFAULT_THRESHOLD

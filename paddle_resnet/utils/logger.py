@@ -293,7 +293,7 @@ def log(step: tuple[int, ...], data: Mapping[str, Any]) -> None:
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
-        data: {name: number, text or list of numbers}. Non-finite numbers become null in the report.
+        data: {name: number, text or nested lists of numbers}. Non-finite numbers become null in the report.
     Raises:
         RunError: the report file can no longer be written.
     """

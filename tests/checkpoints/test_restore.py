@@ -486,7 +486,7 @@ def test_save_on_error_saves_only_with_single_process(run, monkeypatch, shard, c
 
 
 @pytest.mark.timeout(20)
-def test_schedule_is_restored_exactly(args, run):
+def test_schedule_is_restored_exactly(args, run, capsys):
     saver, lr_scheduler, _ = run
     saver.save(0, 2)
     saver.finish()
@@ -507,6 +507,7 @@ def test_schedule_is_restored_exactly(args, run):
     checkpoint = restore.StartCheckpoint("DIR", 0)
     restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
     assert schedule.last_epoch == 0
+    assert capsys.readouterr().out.endswith("loaded DIR: starting with epoch 0\n")
 
 
 def test_position_within_a_step_is_rejected():

@@ -3,7 +3,7 @@
 To add a format, write a module with the following names, and add it to FORMATS:
 
     EXAMPLE     name of a split's first file; {} stands for the split
-    NAMES       {mode: regular expression} of the names of a split's files (record formats)
+    NAMES       pattern of the names of a split's files, see split_names.find (record formats)
     detect(image_root, mode)
                 return the sorted paths of a split's files, or [] if the split is not stored in this format
     index(image_root, mode, paths, skip)

@@ -55,7 +55,7 @@ def detect(image_root: str, mode: Mode) -> list[str]:
 
 def has_classes(path: str) -> bool:
     """Return whether a folder contains class folders with images, and no images next to the class folders. Only the
-    first SEARCHED class folders are searched for images."""
+    first SEARCHED class folders are searched for images. A single folder `images` is not a class folder."""
     with contextlib.suppress(UsageError):
         if images_at_the_top(path):
             return False

@@ -76,7 +76,7 @@ def verify(image: Image) -> tuple[bytes, int]:
 
 
 def read_value(folder: str, key: bytes) -> bytes:
-    """Return the content of a record. Raise UsageError if the LMDB is damaged."""
+    """Return the content of a record, or b"" if there is no such record. Raise UsageError if the LMDB is damaged."""
     with _transaction(folder) as transaction:
         return transaction.get(key) or b""
 

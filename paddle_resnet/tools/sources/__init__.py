@@ -166,9 +166,10 @@ def _archive(source):
 
 
 def _detected(source, options):
-    """Return (kind, folder to import) of a folder: the first detected kind that uses all options, otherwise the kind
-    that the options imply, otherwise "nested" for class folders without files that may contain the labels, otherwise
-    the first detected kind or None."""
+    """Return (kind, folder to import) of a folder. The kind is None if an import without flags must stop
+    (Sight.is_final) and no option of _USED is set. Otherwise, it is the first detected kind that uses all options,
+    otherwise the kind that the options imply, otherwise "nested" for class folders without files that may contain the
+    labels, otherwise the first detected kind or None."""
     used = [kinds for name, kinds in _USED.items() if getattr(options, name) is not None]
     sights = sniffer.look(source)
     if not used and sights and sights[0].is_final:

@@ -103,7 +103,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
 def _without_kinds(source, parts_of):
     """If the images are in folders such as CLASS/images/, return the folders of each image without the last one. Images
-    in other folders next to images/, such as CLASS/masks/, are left out, with a warning."""
+    in other folders next to images/, such as CLASS/masks/, are left out, with a warning. Otherwise, return
+    `parts_of`."""
     kinds = {parts[-1].lower() for parts in parts_of.values() if parts}
     if kinds.isdisjoint(_IMAGE_FOLDERS) or any(len(parts) < 2 for parts in parts_of.values()):
         return parts_of

@@ -53,7 +53,7 @@ def chosen(root: str, paths: list[str], read: Callable[[list[str]], list[Row]]) 
 
 
 def other_splits(path: str) -> list[str]:
-    """Return the paths of the tables next to a training table that belong to the same set."""
+    """Return the paths of the tables next to a training table that belong to the same set; [] for any other table."""
     folder, name = os.path.split(path)
     if split_of(name) != "train":
         return []
@@ -62,7 +62,7 @@ def other_splits(path: str) -> list[str]:
 
 
 def _set_of(path):
-    """Return a path in which * stands for the name of a split."""
+    """Return a path in which * stands for the name of a split, and # for the class of a table in a class folder."""
     parent, folder, name = ("/" + path).rsplit("/", 2) if path.count("/") > 1 else ("", "", path)
     if folder and folder in name:  # a table of a class, such as 00000/GT-00000.csv
         path = f"{parent}/#/{name.replace(folder, '#')}"

@@ -1,8 +1,9 @@
 """Read images whose labels are in tables or lists.
 
 table_files.py and official.py read the rows. This module finds the image of each row, and numbers the classes. Labels
-that are numbers remain unchanged, unless a file with class names contains the names of labels 1 to N. Text labels are
-numbered in the order of the file with class names or, without such a file, in sorted order.
+that are numbers remain unchanged, unless a file with class names contains the names of labels 1 to N, or all labels are
+-1 or 1, which are numbered 0 and 1. Text labels are numbered in the order of the file with class names or, without such
+a file, in sorted order.
 """
 
 import contextlib
@@ -101,8 +102,9 @@ def _check_validation(source, splits, names):
 
 
 def _chosen(source, rows):
-    """Return the rows of the training and validation splits. If there are no validation images, the rows of the test
-    split become those of the validation split; otherwise, the test split is left out."""
+    """Return the rows of the training and validation splits. Rows without a split are training rows. If there are no
+    validation images, the rows of the test split become those of the validation split; otherwise, the test split is
+    left out."""
     counts = {split: sum(row.split == split for row in rows) for split in (None, *SPLITS)}
     rename = {None: "train", "train": "train", "val": "val", "test": None if counts["val"] else "val"}
     if counts["test"]:
@@ -337,7 +339,8 @@ def _is_path_list(path, images):
 
 
 def _without_images(root, excluded):
-    """Return the names of the folders in root that contain no images, except those in `excluded`."""
+    """Return the names of the folders in root that contain no images, except those in `excluded`; [] if there are more
+    than _SUBFOLDERS folders."""
     folders = [name for name in sorted(os.listdir(root)) if name not in excluded and not name.startswith(".")]
     folders = [name for name in folders if os.path.isdir(os.path.join(root, name))]
     return [
