@@ -100,7 +100,8 @@ def build(
         options: flags of the loader.
         flags: flags that determine the training batches, as conditions of the state.
         mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,
-            every image of the data set is read once, in order, and the last batch may be smaller.
+            the processes together read every image of the data set once, each in order, and the last batch may be
+            smaller.
         trains: whether this run also reads the training split.
         state, trained: see dali.build_dataloader.
     Raises:
