@@ -627,11 +627,11 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
     loss, clipped_loss = losses.mean(axis=0)
     score = {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
     if args.multi_label:
-        rows = meter.rows()
-        # The derivative of the sigmoid is at most 1/4, so probabilities differ by at most `tie` if logits differ by
-        # 4 * tie.
-        shift = 4 * tie * np.pad(rows[:, args.num_of_class :], [(0, 0), (0, args.num_of_class)])
-        low, mean, high = (label_metrics.evaluate(rows + sign * shift)["map"] for sign in (-1, 0, 1))
+        logits, labels = np.split(meter.rows(), 2, axis=1)
+        scores, labels = label_metrics.probabilities(logits), labels > 0.5
+        shifted = (scores + shift * labels for shift in (-tie, 0, tie))
+        precisions = (label_metrics.average_precisions(labels, values) for values in shifted)
+        low, mean, high = map(label_metrics.mean_average_precision, precisions)
         score |= {"map": mean, "map_ties": max(mean - low, high - mean), "decisions": len(losses) * args.num_of_class}
     return score
 

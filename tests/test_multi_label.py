@@ -457,20 +457,24 @@ def test_verify_permits_that_images_with_equal_probabilities_exchange_places(tra
     """If rounding decides the order of many images, mAP differs between two correct engines."""
     network = networks.load_checkpoint(trained[0], "cpu")
 
-    def score(difference):
+    def score(difference, mean=0):
         model = network.model(logits=True)
         random = np.random.RandomState(0)
 
         def outputs(images):
-            logits = difference * random.randn(len(images), network.args.num_of_class)
+            logits = mean + difference * random.randn(len(images), network.args.num_of_class)
             return label_metrics.probabilities(logits), logits
 
         model.outputs = outputs
         return export._score(network, model, data)
 
-    reversed_order = score(-1e-5)
-    assert abs(score(1e-5)["map"] - reversed_order["map"]) > export.MAP_TOLERANCE
-    export._check_agreement("engine", score(1e-5) | {"ties": 1000}, "reference", reversed_order, "")
+    for mean, difference in ((0, 1e-5), (15, 1e-2)):  # 15: all probabilities are almost 1
+        forward, backward = (
+            score(difference, mean),
+            score(-difference, mean) | {"loss": score(difference, mean)["loss"]},
+        )
+        assert abs(forward["map"] - backward["map"]) > export.MAP_TOLERANCE
+        export._check_agreement("engine", forward | {"ties": 1000}, "reference", backward, "")
     different = [score(difference) | {"ties": 1000, "loss": 1} for difference in (1e-2, -1e-2)]
     with pytest.raises(RunError, match="disagree"):
         export._check_agreement("engine", different[0], "reference", different[1], "")

@@ -69,6 +69,17 @@ def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
     return float(np.sum(np.diff(hits, prepend=0) * (hits / predicted)) / hits[-1])
 
 
+def average_precisions(labels: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Return the average precision of each class, float64 [C]. `labels` is bool [n, C], and `scores` is [n, C]."""
+    return np.array([average_precision(labels[:, c], scores[:, c]) for c in range(labels.shape[1])])
+
+
+def mean_average_precision(precisions: np.ndarray) -> float:
+    """Return the mean of the results of average_precisions for the classes that images have; NaN if there are none."""
+    known = precisions[~np.isnan(precisions)]
+    return mean(float(known.sum()), len(known))
+
+
 def best_threshold(labels: np.ndarray, scores: np.ndarray) -> float:
     """Return the threshold with the highest F1; scores from the threshold on predict the class. If several thresholds
     are equally good, return the highest. The threshold is the center between the two neighboring scores, so that the
@@ -96,7 +107,7 @@ def evaluate(rows: np.ndarray, thresholds: Sequence[float] | None = None) -> dic
     """
     class_num = rows.shape[1] // 2
     scores, labels = probabilities(rows[:, :class_num]), rows[:, class_num:] > 0.5
-    precisions = np.array([average_precision(labels[:, c], scores[:, c]) for c in range(class_num)])
+    precisions = average_precisions(labels, scores)
     if thresholds is None:
         thresholds = [best_threshold(labels[:, c], scores[:, c]) for c in range(class_num)]
     is_predicted = scores >= thresholds
@@ -110,9 +121,8 @@ def evaluate(rows: np.ndarray, thresholds: Sequence[float] | None = None) -> dic
         "recall": ratio(correct, images),
         "f1": ratio(2 * correct, images + predicted),
     }
-    known = precisions[~np.isnan(precisions)]
     result = {
-        "map": mean(float(known.sum()), len(known)),
+        "map": mean_average_precision(precisions),
         "map_micro": average_precision(labels.reshape(-1), scores.reshape(-1)),
     }
     weights = {"macro": images + predicted > 0, "weighted": images}
