@@ -43,7 +43,8 @@ def train(args, loader, epochs=2):
     ]
 
 
-# A program with the imports of NVIDIA's example, which the checkout offers, and with Paddle imported first.
+# This program imports config, utils and train, the module names of NVIDIA's example, which exist only in a checkout. It
+# imports Paddle before paddle_resnet.
 EXAMPLE = """
 import sys
 import paddle

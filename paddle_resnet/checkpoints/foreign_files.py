@@ -314,12 +314,12 @@ def _torch_arrays(tensors, storages, raw):
 
 
 def _view(name, tensor, values):
-    """Return the values of a tensor as a NumPy array of the tensor's shape. The values must be consecutive, otherwise
+    """Return the values of a tensor as a NumPy array of the tensor's shape. The values must be contiguous, otherwise
     UnreadableError is raised, but the dimensions may have any order, such as channels last."""
     order = sorted(range(len(tensor.shape)), key=lambda i: (-tensor.strides[i], -tensor.shape[i]))
     shape = [tensor.shape[i] for i in order]
     expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(tensor.shape[i] > 1 and tensor.strides[i] != stride for i, stride in zip(order, expected, strict=True)):
-        raise UnreadableError(f"{name} does not have consecutive values")
+        raise UnreadableError(f"the values of {name} are not contiguous; save {name}.contiguous()")
     values = values[tensor.offset : tensor.offset + math.prod(shape)].reshape(shape)
     return (-values if tensor.is_negative else values).transpose(np.argsort(order))

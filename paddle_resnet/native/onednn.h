@@ -75,7 +75,7 @@ class OneDnn {
   }
 
  private:
-  // Values of enumerations in dnnl_types.h.
+  // These are values of enumerations and DNNL_ARG_ macros in the headers of oneDNN.
   static constexpr int kCpu = 1, kFloat = 3, kDirect = 1, kTraining = 64, kAny = 1;
   static constexpr int kX = 129, kXGradient = 130, kFilter = 131, kFilterGradientOf = 132, kY = 133, kYGradient = 134;
   static constexpr int kFrom = 1, kTo = 17;

@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 class Histogram:
     """Histogram of the absolute values of an activation. Zeros are omitted, because INT8 represents them exactly.
-    Values up to SMALLEST, whose scale could overflow, count as zeros.
+    Values up to SMALLEST also count as zeros; for much smaller values, BINS / limit would overflow in float32.
 
     Attributes:
         counts: float64 [BINS], number of values in each bin.

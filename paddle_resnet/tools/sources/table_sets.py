@@ -31,7 +31,7 @@ def chosen(root: str, paths: list[str], read: Callable[[list[str]], list[Row]]) 
         paths: paths of the tables.
         read: function that returns the rows of tables.
     Raises:
-        UsageError: several sets of tables remain.
+        UsageError: a split still has several tables.
     """
     sets = defaultdict(list)
     for path in sorted(paths, key=lambda path: _split(root, path) != "train"):
