@@ -28,8 +28,8 @@ class ImageSearch:
     def find(self, image: str, folder: str = "", split: str | None = None) -> list[str]:
         """Return the paths, relative to the root, of the files that a cell may mean, from the first place that contains
         such files: the folder of the table, the root, the folders named like the split, all other folders. A path may
-        lack its extension or the folders at its start. Of a path on a different computer, only the longest end that
-        exists below the root is used.
+        lack its extension or the folders at its start. If a path is from a different computer, only the longest end
+        that exists below the root is used.
 
         Args:
             image: text of the cell.

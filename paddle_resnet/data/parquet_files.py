@@ -239,7 +239,7 @@ def _features_of_readme(path):
         if os.path.isfile(readme):
             status = os.stat(readme)
             configs = _configs(readme, status.st_size, status.st_mtime_ns)
-            # Of several configurations, each has its own folder.
+            # If there are several configurations, each has its own folder.
             parts = {*os.path.relpath(path, folder).split(os.sep)}
             own = {name: features for name, features in configs.items() if name in parts} or configs
             if own:

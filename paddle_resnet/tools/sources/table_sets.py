@@ -22,9 +22,9 @@ def chosen(root: str, paths: list[str], read: Callable[[list[str]], list[Row]]) 
     """Return the paths of the tables to import: one table without a split, or one table per split.
 
     If a split has several tables, the tables whose names contain a larger number than the others (train2.txt, next to
-    train1.txt) are left out, and so are tables of other images than those of the training table. If all sets list the
-    same images, and the labels of one set determine the labels of all other sets, as species determine families, the
-    set with these labels is chosen.
+    train1.txt) are left out, and so are tables whose images differ from those of the training table. If all sets list
+    the same images, and the labels of one set determine the labels of all other sets, as species determine families,
+    the set with these labels is chosen.
 
     Args:
         root: folder of the data set.
