@@ -97,6 +97,8 @@ def builds_pir() -> bool:
 
 def leave_pir() -> None:
     """Switch Paddle 3 to legacy programs after Paddle has been imported, as Paddle's OldIrGuard does."""
+    global _uses_pir
+    _uses_pir = False
     if builds_pir():
         from paddle import pir_utils
 
