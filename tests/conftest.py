@@ -187,6 +187,7 @@ def as_in_a_new_process():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    signals._received = exchange._stop_at = None
     logger.setup()  # as rank 0, without a report
     compat.leave_pir()
     for function in ONCE_PER_PROCESS:
