@@ -15,8 +15,8 @@ With --budget-minutes, two runs may choose different numbers of epochs. Therefor
 that is stopped and resumed has the flag. This run comes first, and the reference has --epochs and --warmup-epochs of
 its checkpoint instead.
 
-On a GPU, most of a row's time is spent before the first steps of its runs. Therefore, a row on a GPU omits what the
-same row on the CPU shows and a GPU does not change:
+The runs of a row take longer to start on a GPU. Therefore, a row on a GPU omits what the same row on the CPU shows and
+a GPU does not change:
 - the second stop, because a run that has resumed stops and resumes like any other run
 - the evaluations of the teacher and of the run that trains the start, whose metrics are not compared
 - the evaluation of the checkpoint in rows with --run-scope train_only, which have no metrics to compare
