@@ -12,7 +12,7 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-from paddle_resnet.data import decoding, headers
+from paddle_resnet.data import headers
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.utils.errors import UsageError
 
@@ -22,6 +22,9 @@ SEARCH_S = 40  # number of seconds after which a search for a bad record or imag
 # Maximum number of pixels in a decoded image; paddle_resnet/__init__.py also sets this limit for DALI's OpenCV.
 MAX_PIXELS = 2**28
 UNDECODABLE, UNOPENED = "cannot be decoded", "cannot be opened"
+# Number of pixels on a side from which training may fail on an intact image, because DALI 2.4 chooses invalid crops:
+# the square of the height, times the largest aspect ratio (4/3), overflows 31 bits if the height exceeds 40,132.
+LONG_SIDE = 2**15
 MAX_BYTES = 2**28  # maximum size of an image file in bytes
 _decoders = {}  # {result of _is_decoded_once: pipeline}
 
@@ -67,7 +70,7 @@ def decode(data: bytes, path: str | None = None) -> str | None:
         return problem
     once = _is_decoded_once(data)
     if once not in _decoders:
-        _decoders[once] = _whole_and_part(once)
+        _decoders[once] = _decoder(once)
         _decoders[once].build()
     try:
         _decoders[once].feed_input("encoded", [np.frombuffer(data, np.uint8)])
@@ -85,18 +88,18 @@ def _is_decoded_once(data):
     decode a part of it, libjpeg-turbo reads a part of the same data, or DALI decodes the whole image. The other
     decoders, which also decode JPEGs with an orientation, can decode damaged files of which they cannot decode parts.
     """
-    return data.startswith(b"\xff\xd8") and b"Exif\0\0" not in data
+    if not data.startswith(b"\xff\xd8") or b"Exif\0\0" in data:
+        return False
+    stream = nvimgcodec.CodeStream(data)
+    return max(stream.width, stream.height) < LONG_SIDE
 
 
 @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-def _whole_and_part(once):
-    """Decode whole images for evaluation, and random crops for training; if `once`, slice the crops from the whole
-    images. The slice fails if the image is so high and narrow that DALI chooses an invalid crop."""
+def _decoder(once):
+    """Decode whole images, as evaluation does, and parts of them, as training does; if `once`, only whole images."""
     encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
     image = fn.decoders.image(encoded, output_type=types.RGB)
-    if not once:
-        return image, fn.decoders.image_random_crop(encoded)
-    return image, fn.slice(image, *fn.random_crop_generator(image.shape()), **decoding.PIXELS)
+    return image if once else (image, fn.decoders.image_random_crop(encoded))
 
 
 def header_problem(data: bytes, shorter_side: int | None = None, path: str | None = None) -> str | None:
