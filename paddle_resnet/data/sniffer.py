@@ -37,6 +37,7 @@ LABEL_COLUMNS = (
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest", "test")
 PARTITION = "list_eval_partition"  # file that contains the splits of another table, without its suffix
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", *record_tables.SUFFIXES)
+PIXEL_SUFFIXES = (".csv", ".tsv")  # endings of tables that can contain pixels
 RECORD_KINDS = ("tfrecord", "webdataset", "recordio", "lmdb")  # kinds of `dataset import` that read record files
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
@@ -346,7 +347,7 @@ def label_columns(path: str) -> list[str]:
 
 def _pixels(root, paths):
     """Yield a Sight for tables that contain the pixels of images."""
-    found = [path for path in paths if pixel_columns(header(os.path.join(root, path)))]
+    found = [path for path in paths if _TABLE.fullmatch(path) and pixel_columns(header(os.path.join(root, path)))]
     labeled = [path for path in found if is_pixel_table(os.path.join(root, path))]
     if labeled:
         yield Sight(f"{_some(labeled)}: tables of pixels", f"run {import_command(root)}", "pixels", True, root)
@@ -356,7 +357,7 @@ def _pixels(root, paths):
 
 def is_pixel_table(path: str) -> bool:
     """Return whether a file is a table with the pixels of gray square images, and with labels."""
-    names = header(path) if path.lower().endswith((".csv", ".tsv")) else []
+    names = header(path) if path.lower().endswith(PIXEL_SUFFIXES) else []
     at = pixel_columns(names)
     return bool(at) and len(names) > len(at) and math.isqrt(len(at)) ** 2 == len(at)
 

@@ -51,8 +51,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         # A table that contains several splits is preferred.
         best = max(paths["train"] or rows[0][:1], key=lambda path: sum(path in tables for tables in paths.values()))
         run = command("dataset", "import", best, "--output", f"{os.path.splitext(best)[0]}_imported")
-        names = some(list(dict.fromkeys(row[0] for row in rows)))
-        raise UsageError(f"{source}: contains several tables ({names}); import one of them, such as `{run}`")
+        tables = some(list(dict.fromkeys(path for path, *_ in rows)))
+        raise UsageError(f"{source}: contains several tables ({tables}); import one of them, such as `{run}`")
     found = splits.train_and_val(source, found)
     splits.check_validation(source, found, names)
     return found, names
@@ -88,7 +88,8 @@ def _tables(source):
     folders = [entry.path for entry in sorted(os.scandir(source), key=lambda e: e.name) if entry.is_dir()]
     for group in ([source], folders):
         paths = [os.path.join(folder, name) for folder in group for name in sorted(os.listdir(folder))]
-        tables = [path for path in paths if os.path.isfile(path) and sniffer.is_pixel_table(path)]
+        paths = [path for path in paths if path.lower().endswith(sniffer.PIXEL_SUFFIXES)]
+        tables = [*filter(sniffer.is_pixel_table, paths)]
         others = [path for path in paths if path not in tables and sniffer.pixel_columns(sniffer.header(path))]
         if others:
             logger.info(f"{some(others)} left out, because there are no labels")
@@ -102,16 +103,16 @@ def _rows(path, options):
     rows, offset, columns, width, count = [], 0, None, 0, 0
     with readable(path), open_regular(path) as f:
         for number, line in enumerate(f, 1):
-            place, text = f"{path}: line {number}", line.decode("utf-8-sig", errors="replace").strip()
-            offset += len(line)
-            if not text:
+            where, text = f"{path}: line {number}", line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
+            place, offset = (offset, len(line)), offset + len(line)
+            if not text.strip():
                 continue
             if columns is None:
                 delimiter = sniffer.delimiter(text)
             try:
                 (cells,) = csv.reader([text], delimiter=delimiter)
             except csv.Error as e:
-                raise UsageError(f"{place} cannot be read ({e}); correct it") from e
+                raise UsageError(f"{where} cannot be read ({e}); correct it") from e
             if columns is None:
                 columns, width = _columns(path, cells, options), len(cells)
                 if columns[-1]:
@@ -119,24 +120,25 @@ def _rows(path, options):
             start, stop, at_label, at_split, _ = columns
             if len(cells) != width:
                 raise UsageError(
-                    f"{place} has {counted(len(cells), 'column')} instead of {width}; correct or remove it"
+                    f"{where} has {counted(len(cells), 'column')} instead of {width}; correct or remove it"
                 )
-            pixels = _pixels(cells[start:stop], place)
+            pixels = _pixels(cells[start:stop], where)
             count = count or len(pixels)
-            if math.isqrt(count) ** 2 != count:
-                raise UsageError(f"{place} has {count} pixels, which are not a gray square image; {sniffer.WRITE}")
+            if not pixels or math.isqrt(count) ** 2 != count:
+                raise UsageError(
+                    f"{where} has {len(pixels)} pixels, which are not a gray square image; {sniffer.WRITE}"
+                )
             if len(pixels) != count:
-                raise UsageError(f"{place} has {len(pixels)} pixels instead of {count}; correct or remove it")
+                raise UsageError(f"{where} has {len(pixels)} pixels instead of {count}; correct or remove it")
             split = split_of(os.path.basename(path)) or "train"
             if at_split is not None:
                 value = cells[at_split].strip().lower()
                 split = {**SPLIT_OF, **_FER2013}.get(value)
                 if split is None:
-                    raise UsageError(f"{place}: {value[:50]!a} is not a split; write train, val or test")
+                    raise UsageError(f"{where}: {value[:50]!a} is not a split; write train, val or test")
                 if value in _FER2013:
                     log_once(f"{path}: PublicTest is the validation split, PrivateTest the test split", logger.info)
-            place = (offset - len(line), len(line), delimiter, start, stop)
-            rows.append((path, split, cells[at_label].strip(), number, place))
+            rows.append((path, split, cells[at_label].strip(), number, (*place, delimiter, start, stop)))
     return rows
 
 

@@ -193,6 +193,13 @@ def test_bad_rows_are_named(tmp_path, capsys, name):
     assert f"{path}: {message}" in error_of_import(tmp_path / "x", capsys).replace(f"{path} ", f"{path}: ")
 
 
+def test_table_without_rows(tmp_path, capsys):
+    put(tmp_path / "x/a.csv", "label,pixels\n")
+    assert "contains no training images; import the folder that contains them" in error_of_import(
+        tmp_path / "x", capsys
+    )
+
+
 def test_images_that_are_not_square_or_gray(tmp_path, capsys):
     put(tmp_path / "x/a.csv", "label,pixels\n" + f"0,{'1 ' * 192}\n" * 3)
     error = error_of_import(tmp_path / "x", capsys)
