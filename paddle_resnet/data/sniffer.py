@@ -159,7 +159,7 @@ class Sight:
     Attributes:
         what: description of the files, with at most five names.
         todo: remedy for the user, as an imperative, or None.
-        kind: kind of `dataset import` that reads the files, or None.
+        kind: kind of `dataset import` that reads the files, only with --as if is_final is set; or None.
         is_certain: whether the files found are probably the data set that the user means.
         root: the folder to import.
         is_final: whether an import without flags must stop with this remedy, instead of reading other files.

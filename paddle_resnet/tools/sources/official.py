@@ -91,15 +91,15 @@ def pets(root: str) -> tuple[list[Row], Names]:
 def flowers(root: str) -> tuple[list[Row], None]:
     """Read Oxford Flowers 102: imagelabels.mat with labels from 1, and setid.mat with the numbers of the images of each
     split. Return ([Row] with labels from 0, None)."""
-    (labels,) = _variables(os.path.join(root, "imagelabels.mat"), "labels")
+    (labels,) = _variables(os.path.join(root, "imagelabels.mat"), labels=int)
     path = os.path.join(root, "setid.mat")
-    parts = _variables(path, "trnid", "valid", "tstid")
+    parts = _variables(path, trnid=int, valid=int, tstid=int)
     rows = []
     for numbers, split in zip(parts, ("train", "val", "test"), strict=True):
-        for number in map(int, numbers):
+        for number in numbers:
             if not 1 <= number <= len(labels):
                 raise UsageError(f"{path}: image {number} has no label; download both files again")
-            label = str(int(labels[number - 1]) - 1)
+            label = str(labels[number - 1] - 1)
             rows.append(Row(f"image_{number:05d}.jpg", label, split, f"{path}: image {number}", "jpg"))
     return rows, None
 
@@ -110,10 +110,10 @@ def dogs(root: str) -> tuple[list[Row], Names]:
     rows, folder_of = [], {}
     for split in ("train", "test"):
         path = os.path.join(root, f"{split}_list.mat")
-        images, labels = _variables(path, "file_list", "labels")
+        images, labels = _variables(path, file_list=str, labels=int)
         if len(images) != len(labels):
             raise UsageError(f"{path}: has {len(images)} images and {len(labels)} labels; download it again")
-        for i, (image, label) in enumerate(zip(map(str, images), labels, strict=True)):
+        for i, (image, label) in enumerate(zip(images, labels, strict=True)):
             place, folder = f"{path}: image {i}", os.path.dirname(image)
             if folder_of.setdefault(label, folder) != folder:
                 raise UsageError(
@@ -123,14 +123,14 @@ def dogs(root: str) -> tuple[list[Row], Names]:
     return rows, (path, [folder_of[label] for label in sorted(folder_of)], None)
 
 
-def _variables(path, *names):
-    """Return the elements of variables in a .mat file as a list per variable."""
+def _variables(path, **types):
+    """Return the elements of variables in a .mat file, as a list per variable. `types` is {name: type of elements}."""
     from scipy import io
 
     with readable(path), open_regular(path) as f:
         try:
-            content = io.loadmat(f, variable_names=names, squeeze_me=True)
-            return [np.ravel(content[name]).tolist() for name in names]
+            content = io.loadmat(f, variable_names=[*types], squeeze_me=True)
+            return [[*map(type_, np.ravel(content[name]).tolist())] for name, type_ in types.items()]
         except Exception as e:  # scipy raises many types of exceptions for damaged files
             if isinstance(e, OSError) and e.errno is not None:
                 raise

@@ -21,7 +21,7 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.files import open_regular
 
-_SPLIT_COLUMNS = ("usage", *sniffer.SPLIT_COLUMNS[:5])
+_SPLIT_COLUMNS = ("usage", *sniffer.SPLIT_COLUMNS[:4])
 _FER2013 = {"publictest": "val", "privatetest": "test"}  # names of splits
 
 

@@ -126,6 +126,7 @@ def test_stanford_dogs(tmp_path, capsys):
 BAD_DOGS = {
     "labels": ({"file_list": "a/0.jpg", "labels": [1, 2]}, "has 1 images and 2 labels; download it again"),
     "no labels": ({"file_list": "a/0.jpg"}, "damaged (KeyError: 'labels'); download it again"),
+    "text": ({"file_list": "a/0.jpg", "labels": "a"}, "damaged (ValueError: invalid literal for int() with"),
     "two folders": (
         {"file_list": "a/0.jpg", "labels": [1]},
         "image 0: label 1 belongs to n02085620-Pug and a; download both files again",
