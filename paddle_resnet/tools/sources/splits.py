@@ -3,8 +3,8 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from paddle_resnet.data.split_names import split_of
 from paddle_resnet.tools.sources.options import Options
@@ -96,7 +96,14 @@ def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
     return {split: found[split] for split in ("train", "val") if split in found}
 
 
-def numbered(source, labels, names, place, from_one=False, flag=None):
+def numbered(
+    source: str,
+    labels: Sequence[Any],
+    names: Sequence[str] | None,
+    place: Callable[[int], str],
+    from_one: bool = False,
+    flag: str | None = None,
+) -> tuple[list[int], list[str] | None]:
     """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, except that
     labels from 1 to the number of names are renumbered from 0.
 
