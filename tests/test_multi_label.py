@@ -22,6 +22,7 @@ from conftest import NHWC, ROOT, assert_one_error, frozen, losses, phase
 from paddle_resnet import export, predict, program
 from paddle_resnet import report as report_command
 from paddle_resnet import train as train_module
+from paddle_resnet.components import precision
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.serving import networks, scores, verification, web
@@ -215,6 +216,24 @@ def test_loss_stays_in_float32_with_amp(parse, gpu_lists, asymmetric, level):
     for op in ops:
         for name in (*op.input_arg_names, *op.output_arg_names):
             assert "16" not in str(block.var(name).dtype), (op.type, name)
+
+
+@pytest.mark.parametrize("tta", ["none", "flip"])
+@pytest.mark.parametrize(("dtype", "level"), [("float16", "O1"), ("float16", "O2"), ("bfloat16", "O2")])
+def test_evaluation_head_is_in_float32_with_float16_images_and_amp(parse, gpu_lists, dtype, level, tta):
+    args = parse(*FLAGS, *NHWC, "--dali-output-fp16", "--tta", tta)
+    args.set("Python", amp=True, amp_dtype=dtype, amp_level=level)
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
+    static.Executor(paddle.CPUPlace()).run(startup)
+    precision.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
+    assert {name: variable.dtype for name, (variable, _) in fetchs.items()} == dict.fromkeys(
+        ("loss", "scores"), paddle.float32
+    )
+    block = main.global_block()
+    for op in [op for op in block.ops if loss_head.contains(op) and op.type != "cast"]:
+        types = {block.var(name).dtype for name in (*op.input_arg_names, *op.output_arg_names)}
+        assert types == {paddle.float32}, (op.type, types)
 
 
 @pytest.mark.parametrize(

@@ -284,13 +284,13 @@ def _list_source(root):
     Raises:
         UsageError: the data set or the skip list cannot be used, or a split has no images.
     """
-    source, skip = root.image_root, root.skip
+    source = root.image_root
     splits, classes = {}, None
     for mode in layout.splits(source):
         numbers, images = root.images(mode)
         names = numbers.classes
         classes = classes or names
-        images = [image for image in images if os.path.normpath(image.name) not in skip]
+        images = root.kept(images)
         if not images:
             remedy = sniffer.advice(source) or "add images, or shorten --skip-list"
             raise UsageError(f"{source}: no {mode.value} images to convert; {remedy}")

@@ -40,7 +40,7 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert fitted == json.loads((exported / "model.json").read_text())["temperature"]
     assert (fitted["images"], fitted["bins"]) == (23, 15)
     assert fitted["value"] != 1 and fitted["loss_after"] < fitted["loss_before"]
-    # Before the calibration, the metrics are those of the evaluation in training.
+    # Without the temperature, the metrics are those of the evaluation in training.
     assert fitted["loss_before"] == pytest.approx(expected["loss"], rel=1e-5)
     assert fitted["ece_before"] == pytest.approx(expected["ece"], abs=1e-6)
     assert f"ECE {fitted['ece_before']:.6f} before, {fitted['ece_after']:.6f} after (15 bins)" in out

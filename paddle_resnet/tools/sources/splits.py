@@ -97,8 +97,9 @@ def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
 
 
 def numbered(source, labels, names, place, from_one=False, flag=None):
-    """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, except that
-    labels from 1 to the number of names are renumbered from 0.
+    """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, with one
+    exception: if the smallest label is 1 and the largest is the number of names (without names, see from_one), 1 is
+    subtracted from all labels.
 
     Args:
         source: the data set, for messages.
