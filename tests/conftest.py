@@ -389,6 +389,37 @@ def checkpoint(once, run_train, tmp_path, request):
 
 
 @pytest.fixture
+def trained(one_block, once, run_train, tmp_path):
+    """Train for one epoch and return (copy of the checkpoint folder, evaluation metrics). Tests with the same flags
+    share one run."""
+
+    def trained(*flags):
+        def make(folder):
+            code, report = run_train(*flags, "--output-dir", folder)
+            assert code == 0
+            (folder / "metrics.json").write_text(json.dumps(phase(report, [0], "val.")))
+
+        folder = shutil.copytree(once("_".join(["trained_for_export", *flags]), make), tmp_path / "output")
+        return folder / "Tiny/0", json.loads((folder / "metrics.json").read_text())
+
+    return trained
+
+
+@pytest.fixture
+def checkpoint_of(once, run_train):
+    """Return a function that trains a network for one epoch and returns the checkpoint folder. Tests share the run."""
+
+    def checkpoint_of(arch):
+        def make(folder):
+            flags = ["--model-arch-name", arch, "--run-scope", "train_only", "--output-dir", folder]
+            assert run_train(*flags)[0] == 0
+
+        return once(f"{arch}_for_export", make) / arch / "0"
+
+    return checkpoint_of
+
+
+@pytest.fixture
 def train_process():
     """Return a function that runs train.py in a separate process, as a user does, and returns the finished process."""
 
