@@ -218,9 +218,7 @@ def _add_convert(commands):
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
-    command.add_argument(
-        "--skip-list", metavar="FILE", help=f"file that lists the images to omit, as for {program('train')}"
-    )
+    _add_skip_list(command)
     command.add_argument(
         "--unchecked",
         action="store_true",
@@ -486,6 +484,7 @@ def _add_duplicates(commands):
         metavar="FILE",
         help="file for the list of validation images with a duplicate, for --skip-list of a run",
     )
+    _add_skip_list(command)
     command.add_argument(
         "--multi-label", action="store_true", help=f"read a multi-label data set, as for {program('train')}"
     )
@@ -507,7 +506,7 @@ def _run_duplicates(args: argparse.Namespace):
     csv_file = None if args.csv == "-" else args.csv
     protected = [("the data set's", place) for place in layout.occupied(args.root)]
     outputs.claim({"--csv": csv_file, "--fix-list": args.fix_list}, protected=protected)
-    images = duplicates.list_images(args.root, args.allow_outside, args.label_offset, args.multi_label)
+    images = duplicates.list_images(args.root, args.allow_outside, args.label_offset, args.multi_label, args.skip_list)
     if args.checkpoint:
         similarity = duplicates.SIMILARITY if args.similarity is None else args.similarity
         with _features_of(args) as features_of:
@@ -580,6 +579,12 @@ def _features_of(args: argparse.Namespace):
 def _claim_folder(args: argparse.Namespace):
     """Raise UsageError if the output folder of a command would replace the data set that the command reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
+
+
+def _add_skip_list(command):
+    command.add_argument(
+        "--skip-list", metavar="FILE", help=f"file that lists the images to omit, as for {program('train')}"
+    )
 
 
 def _claim_file(flag, path, root):

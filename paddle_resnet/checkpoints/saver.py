@@ -394,8 +394,8 @@ class Saver:
                     f"{self._root}: was deleted during the run; start the run again, and keep the folder"
                 ) from e
             raise RunError(
-                f"{self._root / name}: checkpoint cannot be written ({e.strerror}), but earlier checkpoints are "
-                "unchanged; free disk space, or choose a different --output-dir"
+                f"{self._root / name}: checkpoint cannot be written ({e.strerror}); checkpoints in other folders "
+                "are unchanged; free disk space, or choose a different --output-dir"
             ) from e
         logger.info(f"checkpoint: {folder}")
         self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))

@@ -112,7 +112,7 @@ def read_table(path: str) -> Table:
         table = (_read_csv if path.endswith(".csv") else _read_jsonl)(path, text)
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8" if isinstance(e, ValueError) else e
-        raise UsageError(f"{path}: cannot be read ({reason}); write or correct it") from e
+        raise UsageError(f"{path}: cannot be read ({reason}); make it readable, and save it as UTF-8") from e
     if not table.images:
         raise UsageError(f"{path}: contains no images; add a line per image")
     image, count = Counter(table.images).most_common(1)[0]

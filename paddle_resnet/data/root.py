@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +78,10 @@ class DataRoot:
         if not self.allow_outside:
             skip_list.check_inside(self._skip_list, skip, self.image_root)
         return skip
+
+    def kept(self, images: Iterable[Image]) -> list[Image]:
+        """Return the images that are not in the skip list. Raise UsageError if the skip list cannot be used."""
+        return [image for image in images if os.path.normpath(image.name) not in self.skip]
 
     def format(self, mode: Mode) -> str:
         """Return the storage format of a split. Raise UsageError if image_root is not a folder, or contains the split

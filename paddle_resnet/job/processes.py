@@ -38,7 +38,7 @@ def check_environment() -> None:
         try:
             socket.getaddrinfo(host, port)
         except (OSError, ValueError) as e:
-            remedy = "set the launcher's --master to an address of rank 0's machine, or unset PADDLE_MASTER"
+            remedy = "set the launcher's --host on rank 0's machine to its IP address, or unset PADDLE_MASTER"
             problem = f"cannot be resolved ({e}); {remedy} for a single process"
             raise UsageError(f"PADDLE_MASTER '{host}:{port}': {problem}") from e
 

@@ -78,7 +78,7 @@ def _listen(host, master):
     except OSError as e:
         raise UsageError(
             f"PADDLE_MASTER {master}: rank 0's machine cannot listen on that address ({e.strerror}); set the "
-            "launcher's --master to an address of that machine"
+            "launcher's --host on that machine to its IP address or, without the launcher, correct PADDLE_MASTER"
         ) from e
 
 

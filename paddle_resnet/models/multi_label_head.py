@@ -49,8 +49,8 @@ def add(
     """
     with loss_head.scope():
         if not is_train:
-            scores = paddle.concat([paddle.scale(logits, 1.0), targets["label"]], axis=1)
-            scores.stop_gradient = True
+            # paddle.concat would reject float16 logits (--dali-output-fp16), although AMP casts them to float32 later.
+            scores = _op("concat", {"X": [paddle.scale(logits, 1.0), targets["label"]]}, "float32", axis=1)
             return {"loss": _sum(_binary(logits, targets["label"])), "scores": scores}
         target = targets.get("weights", targets["label"])
         if label_smoothing:

@@ -44,7 +44,7 @@ struct Stem {
   const int first_column = blockIdx.y % tiles * (blockDim.x / 64) * kStemColumns;
   const int column = first_column + warp / 2 * kStemColumns;
 
-  // Rounds a value, in float32 to TF32, and stores it as element i.
+  // Stores a value as element i; float32 values are first rounded to TF32.
   static __device__ __forceinline__ void store(float value, void *to, int i) {
     unsigned word[1] = {__float_as_uint(value)};
     round_words(T(), word);

@@ -11,7 +11,6 @@ columns, except for label, class and labels.
 from __future__ import annotations
 
 import csv
-import os
 from typing import TYPE_CHECKING
 
 from paddle_resnet.data.formats import folder
@@ -73,8 +72,7 @@ def list_images(
         UsageError: the data set or the skip list can no longer be read.
     """
     root = DataRoot(image_root, data_format, allow_outside, skip_list=skip_list, is_multi_label=is_multi_label)
-    images = root.listed(Mode.EVAL, folder.own_classes(image_root, Mode.EVAL))
-    images = [image for image in images if os.path.normpath(image.name) not in root.skip]
+    images = root.kept(root.listed(Mode.EVAL, folder.own_classes(image_root, Mode.EVAL)))
     if len(images) != count:
         raise RunError(
             f"--image-root {image_root}: had {count} validation images at the start and has {len(images)} now; "

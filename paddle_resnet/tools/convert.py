@@ -284,13 +284,13 @@ def _list_source(root):
     Raises:
         UsageError: the data set or the skip list cannot be used, or a split has no images.
     """
-    source, skip = root.image_root, root.skip
+    source = root.image_root
     splits, classes = {}, None
     for mode in layout.splits(source):
         numbers, images = root.images(mode)
         names = numbers.classes
         classes = classes or names
-        images = [image for image in images if os.path.normpath(image.name) not in skip]
+        images = root.kept(images)
         if not images:
             remedy = sniffer.advice(source) or "add images, or shorten --skip-list"
             raise UsageError(f"{source}: no {mode.value} images to convert; {remedy}")
@@ -395,8 +395,8 @@ def _check_decodable(source, images, workers, progress, remedy=None):
     from paddle_resnet.tools import verify  # imported here, because verify imports DALI
 
     failing = []
-    results = verify.check_all([(image, None) for image in images], workers)
-    for done, (image, (failure, *_)) in enumerate(zip(images, results, strict=True), 1):
+    results = verify.failures([(image, None) for image in images], workers)
+    for done, (image, failure) in enumerate(zip(images, results, strict=True), 1):
         if failure is not None:
             failing.append(f"{image.name} {failure}")
         if done % BLOCK == 0 or done == len(images):

@@ -89,15 +89,20 @@ class Report:
 
 
 def list_images(
-    root: str | Path, allow_outside: bool = False, label_offset: int | str = AUTO, is_multi_label: bool = False
+    root: str | Path,
+    allow_outside: bool = False,
+    label_offset: int | str = AUTO,
+    is_multi_label: bool = False,
+    skip_list: str | None = None,
 ) -> dict[Mode, list[Image]]:
-    """Return the images of both splits of a data set in any format.
+    """Return the images of both splits of a data set in any format, without those of the skip list.
 
     Raises:
-        UsageError: root is not a folder, lacks a split, or a split has no images or cannot be used.
+        UsageError: root is not a folder, lacks a split, or a split has no images or cannot be used; or the skip list
+            cannot be used.
     """
-    data = DataRoot(root, AUTO, allow_outside, label_offset, is_multi_label=is_multi_label)
-    images = {mode: data.listed(mode) if is_multi_label else data.images(mode)[1] for mode in Mode}
+    data = DataRoot(root, AUTO, allow_outside, label_offset, skip_list, is_multi_label=is_multi_label)
+    images = {mode: data.kept(data.listed(mode) if is_multi_label else data.images(mode)[1]) for mode in Mode}
     for mode, listed in images.items():
         if not listed:
             raise UsageError(f"{root}: the {mode.value} split is empty; add images, or use a different folder")

@@ -43,7 +43,7 @@ def claim(
     Raises:
         UsageError: two outputs are the same file; or an output file or folder is also an input, is protected or in a
             protected folder, has a path that is reserved for a checkpoint or below one, is not a valid path, or cannot
-            be written; or the path of a file ends with a slash; or a folder is a broken link or below one.
+            be written; or the path of a file is `-` or ends with a slash; or a folder is a broken link or below one.
     """
     outputs, folders = (
         {what: path for what, path in (paths or {}).items() if path is not None} for paths in (outputs, folders)
@@ -59,6 +59,8 @@ def claim(
             if what in folders:
                 _check_links(f"{what} {path}", Path(path))
             if what in outputs:
+                if str(path) == "-":
+                    raise UsageError(f"{what} -: does not write to stdout; use a file name, or ./- for a file named -")
                 if str(path).endswith(os.sep):
                     raise UsageError(f"{what} {path}: names a folder; choose a file in it")
                 taken[identity] = f"{what} {path}"

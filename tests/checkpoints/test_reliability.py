@@ -295,7 +295,7 @@ def test_failed_checkpoint_write_stops_run(runs, expected, fault):
     code, output = runs.finish(process)
     assert code == 1, output
     reason = {"full disk": "File too large", "file in the way": "File exists"}[fault]
-    assert f"output/Tiny/1_2: checkpoint cannot be written ({reason}), " in output
+    assert f"output/Tiny/1_2: checkpoint cannot be written ({reason}); checkpoints in other folders are " in output
     assert "Traceback" not in output
     assert runs.check() == (["0", "0_2"], [])
     runs.complete()

@@ -297,7 +297,7 @@ bad_images.MAX_PIXELS = int(os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"])
 for root in sys.argv[1:3]:
     args = config.parse_args(["--image-root", root, *sys.argv[3:]])
     resolution.resolve_device(args)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
     for mode in Mode:
         try:
             next(dali.build_dataloader(args, mode))

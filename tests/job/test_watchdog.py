@@ -164,7 +164,8 @@ def test_master_on_different_machine_is_rejected():
     def never(*_):
         raise AssertionError
 
-    with pytest.raises(UsageError, match=r"PADDLE_MASTER 192\.0\.2\.1:5: rank 0's machine cannot listen .*; set"):
+    message = r"PADDLE_MASTER 192\.0\.2\.1:5: rank 0's machine cannot listen .*; set the launcher's --host"
+    with pytest.raises(UsageError, match=message):
         watchdog.start(0, 2, 600, "192.0.2.1:5", never)
 
 

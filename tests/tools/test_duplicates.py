@@ -184,12 +184,15 @@ def test_command_prints_pairs_and_writes_lists(root, tmp_path, capsys):
     assert dataset.main(["duplicates", str(root), "--csv", "-"]) == 1
     assert capsys.readouterr().out == table.read_text()
     # Without the images of the fix list, no duplicates remain.
+    none = "0 of 5 validation images have a duplicate among 8 training images\n"
+    assert dataset.main(["duplicates", str(root), "--skip-list", str(fix_list)]) == 0
+    assert capsys.readouterr().out == none
     skip = DataRoot(root, skip_list=fix_list).skip
     assert skip == {"val/a/0.png", "val/a/1.bmp", "val/a/2.jpg"}
     for name in skip:
         (root / name).unlink()
     assert dataset.main(["duplicates", str(root)]) == 0
-    assert capsys.readouterr().out == "0 of 5 validation images have a duplicate among 8 training images\n"
+    assert capsys.readouterr().out == none
 
 
 def test_distance_0_finds_equal_hashes_only(root, capsys):

@@ -82,6 +82,7 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         ([], ["broken"], "--10 broken: broken is a broken link; remove it, or choose a different path"),
         ([], ["broken/new"], "--10 broken/new: broken is a broken link"),
         (["n" * 300], [], "cannot be written (File name too long)"),
+        (["-"], [], "--0 -: does not write to stdout; use a file name, or ./- for a file named -"),
         (["new/"], [], "--0 new/: names a folder; choose a file in it"),
         (["n" * 250], [], "cannot be written (File name too long)"),  # too long for the name of the incomplete file
         (["a\0b"], [], "--0 'a\\x00b': not a valid path (embedded null byte)"),

@@ -126,12 +126,16 @@ def _value(place, content, column):
     if not isinstance(content, dict):
         content = {"label": content}
     names = [column] if column else [name for name in content if sniffer.normalized(name) in sniffer.LABEL_COLUMNS]
-    if len(names) != 1 or names[0] not in content:
+    if column and column not in content:
+        keys = f"has the keys {', '.join([*content][:10])}" if content else "has no keys"
+        raise UsageError(f"--label-column {column}: {place} {keys}; use a key that all samples have")
+    if len(names) != 1:
         what = f"the keys {', '.join(names[:5])} are all candidates" if len(names) > 1 else "no key is recognized"
         raise UsageError(f"{place}: {what} for --label-column; set it to one of {', '.join([*content][:10])}")
     value = content[names[0]]
     if not isinstance(value, str | int) or isinstance(value, bool):
-        raise UsageError(f"{place}: {names[0]} is {json.dumps(value)[:50]}, not one label; choose --label-column")
+        problem = f"{names[0]} is {json.dumps(value)[:50]}, not one label"
+        raise UsageError(f"{place}: {problem}; set --label-column to a key with a text or a whole number")
     return str(value).strip()
 
 

@@ -21,6 +21,9 @@ def test_label_column_of_shards(tmp_path):
         kind, splits, classes = sources.read(tmp_path, options=Options(label_column=column))
         assert (kind, classes) == ("webdataset", names)
         assert all(map(colors_match, splits.values()))
+    message = "^--label-column name: .*train-000000.tar: sample .* has the keys label, class; use a key"
+    with pytest.raises(UsageError, match=message):
+        sources.read(tmp_path, options=Options(label_column="name"))
 
 
 def shard(*files):
