@@ -100,8 +100,8 @@ def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
 def check_validation(source: str, found: dict[str, list[Image]], names: Sequence[str] | None) -> None:
     """Raise UsageError if a class with validation images has no training images. `names` are the class names in label
     order, or None."""
-    trained = {image.label for image in found["train"]}
-    if unknown := sorted({image.label for image in found.get("val", [])} - trained):
+    labels = {split: {image.label for image in images if image.label is not None} for split, images in found.items()}
+    if unknown := sorted(labels.get("val", set()) - labels["train"]):
         shown = ", ".join(names[label] if names else str(label) for label in unknown[:5])
         raise UsageError(
             f"{source}: has {counted(len(unknown), 'class', 'classes')} with validation images, but without training "
