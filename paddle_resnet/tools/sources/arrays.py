@@ -13,8 +13,8 @@ import os
 import pickle
 import re
 import zipfile
-from typing import Any
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
