@@ -336,7 +336,7 @@ def parse():
         if args.kernels == "auto":  # test Paddle's kernels unless the test chooses the custom kernels
             args.resolve("machine", kernels="paddle")
         resolution.resolve_device(args)
-        resolution.resolve_loader(args)
+        args.apply(resolution.Loader)
         if processes.world_size() == 1:
             program.start_fleet(args)
         return args
@@ -386,6 +386,37 @@ def checkpoint(once, run_train, tmp_path, request):
 
     name = "checkpoint_one_block" if "one_block" in request.fixturenames else "checkpoint"
     return shutil.copytree(once(name, make) / "Tiny/0", tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def trained(one_block, once, run_train, tmp_path):
+    """Train for one epoch and return (copy of the checkpoint folder, evaluation metrics). Tests with the same flags
+    share one run."""
+
+    def trained(*flags):
+        def make(folder):
+            code, report = run_train(*flags, "--output-dir", folder)
+            assert code == 0
+            (folder / "metrics.json").write_text(json.dumps(phase(report, [0], "val.")))
+
+        folder = shutil.copytree(once("_".join(["trained_for_export", *flags]), make), tmp_path / "output")
+        return folder / "Tiny/0", json.loads((folder / "metrics.json").read_text())
+
+    return trained
+
+
+@pytest.fixture
+def checkpoint_of(once, run_train):
+    """Return a function that trains a network for one epoch and returns the checkpoint folder. Tests share the run."""
+
+    def checkpoint_of(arch):
+        def make(folder):
+            flags = ["--model-arch-name", arch, "--run-scope", "train_only", "--output-dir", folder]
+            assert run_train(*flags)[0] == 0
+
+        return once(f"{arch}_for_export", make) / arch / "0"
+
+    return checkpoint_of
 
 
 @pytest.fixture
@@ -537,14 +568,13 @@ def fake(monkeypatch):
         FakeGraph.recording.executor, FakeGraph.recording.step = self, args
         return []
 
-    def resolve_kernels(args):
-        requested, origin = args.cuda_graph, args.origin("cuda_graph")
-        resolve(args)
-        assert not args.cuda_graph  # by default, steps are not captured on a CPU
-        args.set(origin, cuda_graph=requested)
+    def changes_of_kernels(self):
+        changes = find_changes(self)
+        assert not changes["machine"].pop("cuda_graph")  # by default, steps are not captured on a CPU
+        return changes
 
-    resolve = resolution.resolve_kernels
-    monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
+    find_changes = resolution.Kernels.changes
+    monkeypatch.setattr(resolution.Kernels, "changes", changes_of_kernels)
     monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
     monkeypatch.setattr(static.Executor, "run", capture_or_run)

@@ -25,7 +25,7 @@ from paddle_resnet import train as train_module
 from paddle_resnet.components import precision
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
-from paddle_resnet.serving import networks, web
+from paddle_resnet.serving import networks, scores, verification, web
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import label_metrics
 from paddle_resnet.utils.errors import RunError
@@ -404,7 +404,7 @@ def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_pat
 def test_export_that_disagrees_is_not_kept(trained, data, tmp_path, capsys, monkeypatch):
     """--verify compares labels, losses and mAP."""
     folder, _ = trained
-    real = export._score
+    real = scores.score
 
     def score(network, model, *arguments, **options):
         result = real(network, model, *arguments, **options)
@@ -412,7 +412,7 @@ def test_export_that_disagrees_is_not_kept(trained, data, tmp_path, capsys, monk
             result[changed] = result[changed] - 5 if changed == "correct" else result[changed] + 0.01
         return result
 
-    monkeypatch.setattr(export, "_score", score)
+    monkeypatch.setattr(scores, "score", score)
     for changed in ("correct", "map", "loss"):
         assert export.main([str(folder), str(tmp_path / changed), "--verify", str(data)]) == 1
         assert "disagree" in capsys.readouterr().err and not (tmp_path / changed).exists()
@@ -485,15 +485,15 @@ def test_verify_permits_that_images_with_equal_probabilities_exchange_places(tra
             return label_metrics.probabilities(logits), logits
 
         model.outputs = outputs
-        return export._score(network, model, data)
+        return scores.score(network, model, data)
 
     for mean, difference in ((0, 1e-5), (15, 1e-2)):  # 15: all probabilities are almost 1
         forward, backward = (
             score(difference, mean),
             score(-difference, mean) | {"loss": score(difference, mean)["loss"]},
         )
-        assert abs(forward["map"] - backward["map"]) > export.MAP_TOLERANCE
-        export._check_agreement("engine", forward | {"ties": 1000}, "reference", backward, "")
+        assert abs(forward["map"] - backward["map"]) > verification.MAP_TOLERANCE
+        verification.check_agreement("engine", forward | {"ties": 1000}, "reference", backward, "")
     different = [score(difference) | {"ties": 1000, "loss": 1} for difference in (1e-2, -1e-2)]
     with pytest.raises(RunError, match="disagree"):
-        export._check_agreement("engine", different[0], "reference", different[1], "")
+        verification.check_agreement("engine", different[0], "reference", different[1], "")

@@ -51,6 +51,11 @@ class Sample(NamedTuple):
     available: int
     classes: int
 
+    def text(self, outputs: int) -> str:
+        """Describe the images for a network with `outputs` classes."""
+        images = f"{self.images} of {self.available} training images"
+        return f"{images}, which contain {self.classes} of {outputs} classes" if self.classes else images
+
 
 class Histogram:
     """Histogram of the absolute values of an activation. Zeros are omitted, because INT8 represents them exactly.

@@ -186,9 +186,8 @@ def _open_as_onnx(path, model_arch_name, features):
     network = networks.load_checkpoint(path, model_arch_name=model_arch_name, fold=True, features=features)
     if network.args.qat:
         return None, ", because folding the BN of a network trained with --qat changes its probabilities"
-    ends, text = ([network.images], network.outputs), json.dumps(network.description)
     try:
-        data = onnx_writer.to_onnx(network.program, *ends, network.parameter, text).SerializeToString()
+        data = network.to_onnx().SerializeToString()
     except UsageError as e:
         problem, _, _ = str(e).partition("; ")  # the remedy is for exports
         return None, f": {problem}"
@@ -434,5 +433,5 @@ def loader_args(description: dict[str, Any], batch_size: int, device: str = "cpu
     }
     args = parsing.from_dict(values)
     resolution.resolve_device(args)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
     return args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from paddle_resnet.models import logits as network_logits
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import folding
 from paddle_resnet.program import compile_prog
-from paddle_resnet.serving import preprocessing
+from paddle_resnet.serving import onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.groups import images as image_flags
@@ -31,6 +32,8 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
+
     from paddle_resnet.settings.values import Settings
     from paddle_resnet.utils.confidence import Temperature
 
@@ -93,6 +96,11 @@ class Network:
             return exe.run(compiled, feed={self.images.name: images}, fetch_list=fetched, scope=self.scope)
 
         return Model("Executor", self.description, outputs)
+
+    def to_onnx(self) -> ModelProto:
+        """Translate the network to ONNX, quantized if description["int8"] exists; see onnx_writer.to_onnx."""
+        engine, text = self.description.get("int8", {}).get("engine"), json.dumps(self.description)
+        return onnx_writer.to_onnx(self.program, [self.images], self.outputs, self.parameter, text, engine)
 
 
 def load_checkpoint(

@@ -1,4 +1,4 @@
-"""Quantization-aware training (--qat). tests/test_export.py tests INT8 exports."""
+"""Quantization-aware training (--qat). tests/serving/test_int8_onnx.py tests INT8 exports."""
 
 import pickle
 from types import SimpleNamespace

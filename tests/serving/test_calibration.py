@@ -1,4 +1,4 @@
-"""Calibration of quantized networks. tests/test_export.py tests the export command."""
+"""Calibration of quantized networks. tests/serving/test_int8_onnx.py tests INT8 exports."""
 
 import shutil
 

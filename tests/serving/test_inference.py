@@ -62,8 +62,7 @@ def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys
     def to_onnx(*arguments):
         raise UsageError("operator x")
 
-    fields = dict.fromkeys(("program", "images", "outputs", "parameter"))
-    network = SimpleNamespace(args=SimpleNamespace(qat=True), description={}, **fields)
+    network = networks.Network(SimpleNamespace(qat=True), {}, None, "x", "y", None, {"a": 1})
     calls, opened = [], []
     monkeypatch.setattr(inference.onnx_writer, "require", lambda package: None)
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
@@ -74,11 +73,10 @@ def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys
     network.args.qat = False
     assert inference._open_as_onnx("m", "net", False) == (None, ": operator x")
     message = SimpleNamespace(SerializeToString=lambda: b"data")
-    network.description, network.images, network.outputs = {"a": 1}, "x", ["y"]
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", lambda *arguments: opened.append(arguments) or message)
     monkeypatch.setattr(inference, "load_onnx", lambda *arguments: opened.append(arguments) or "onnx model")
     assert inference.open_checkpoint("m", "cpu", "net") == "onnx model"
-    assert opened == [(None, ["x"], ["y"], None, '{"a": 1}'), (b"data", "m", "cpu")]
+    assert opened == [(None, ["x"], ["y"], network.parameter, '{"a": 1}', None), (b"data", "m", "cpu")]
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
     del calls[2:]
     network.model = lambda: "model"

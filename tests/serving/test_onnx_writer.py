@@ -1,4 +1,4 @@
-"""Conversion of single operators to ONNX. tests/test_export.py tests networks."""
+"""Conversion of single operators to ONNX. tests/serving/test_writers.py tests networks."""
 
 import numpy as np
 import paddle

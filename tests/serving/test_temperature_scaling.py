@@ -1,0 +1,93 @@
+"""Exports whose probabilities are calibrated (--temperature)."""
+
+import importlib.util
+import json
+import re
+
+import numpy as np
+import pytest
+
+from paddle_resnet import export
+from paddle_resnet.checkpoints import conversion, foreign_files
+from paddle_resnet.serving import (
+    image_files,
+    inference,
+    networks,
+)
+from paddle_resnet.utils import confidence
+from paddle_resnet.utils.errors import RunError
+
+HAS_OPENVINO = importlib.util.find_spec("openvino") is not None
+
+
+@pytest.fixture
+def checkpoint(one_block, checkpoint):
+    return checkpoint
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+def test_temperature_is_part_of_every_exported_network(trained, photos, photo_paths, tmp_path, capsys, uint8):
+    pytest.importorskip("onnxruntime")
+    checkpoint, expected = trained("--batch-size", "2", "--lr", "0.02")
+    plain, exported = tmp_path / "plain", tmp_path / "exported"
+    calibration = {"int8": "onnxruntime", "calibration": export.Calibration(photos)} if uint8 else {}
+    export.export(checkpoint, plain, uint8=uint8)
+    capsys.readouterr()
+    flags = {"onnx": True, "verify": photos, "uint8": uint8, "temperature": "auto", "safetensors": True}
+    flags |= calibration
+    description = export.export(checkpoint, exported, **flags)
+    fitted, out = description["temperature"], capsys.readouterr().out
+    assert fitted == json.loads((exported / "model.json").read_text())["temperature"]
+    assert (fitted["images"], fitted["bins"]) == (23, 15)
+    assert fitted["value"] != 1 and fitted["loss_after"] < fitted["loss_before"]
+    # Without the temperature, the metrics are those of the evaluation in training.
+    assert fitted["loss_before"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert fitted["ece_before"] == pytest.approx(expected["ece"], abs=1e-6)
+    assert f"ECE {fitted['ece_before']:.6f} before, {fitted['ece_after']:.6f} after (15 bins)" in out
+    assert out.rstrip().endswith("confirmed")
+    scores = [line for line in out.splitlines() if line.endswith("23 images") and line.count("loss") == 1]
+    assert len(scores) == 3 + HAS_OPENVINO
+    for line in scores:
+        assert f"top1 {expected['top1']:.6g}, " in line
+        tolerance = 0.05 if uint8 and line.startswith(("onnxruntime", "OpenVINO")) else 1e-4
+        assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(fitted["loss_after"], abs=tolerance)
+
+    def predicted(path):
+        model = inference.open_model(path, "cpu")
+        return np.array([row for _, row, _ in image_files.predict(model, photo_paths)])
+
+    before = predicted(plain)
+    tempered = before.astype(np.float64) ** (1 / fitted["value"])
+    tempered /= tempered.sum(axis=1, keepdims=True)
+    after = predicted(exported)
+    np.testing.assert_allclose(after, tempered, atol=1e-5)
+    np.testing.assert_array_equal(after.argmax(axis=1), before.argmax(axis=1))
+    np.testing.assert_allclose(predicted(exported / "model.onnx"), tempered, atol=0.1 if uint8 else 1e-5)
+    tensors, network = foreign_files.read(exported / "model.safetensors"), networks.load_checkpoint(checkpoint)
+    for name, parameter in conversion.parameters("Tiny", 3).items():
+        factor = fitted["value"] if name.startswith("classifier.") else 1
+        np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
+    card = (exported / "README.md").read_text()
+    assert "names, shapes and layout of paddle_resnet" in card
+    assert f"divided by the temperature {fitted['value']:.6g}" in card
+
+
+def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(confidence, "fit_temperature", lambda logits, labels: None)
+    arguments = [str(checkpoint), str(tmp_path / "exported"), "--verify", str(photos), "--temperature", "auto"]
+    assert export.main(arguments) == 2
+    assert (
+        "--temperature auto: no temperature from 0.01 to 100 minimizes the loss of the 23 validation images in "
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "exported").exists()
+
+
+def test_network_that_changes_the_output_of_its_last_layer_is_not_tempered(trained, photos, tmp_path, monkeypatch):
+    """A user's network may compute its logits from the output of the layer `last`."""
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
+    monkeypatch.setattr(networks, "_divide_logits", lambda network, temperature: None)
+    message = "--verify: the network with the temperature and the checkpoint's network disagree: .* `last`"
+    with pytest.raises(RunError, match=message):
+        export.export(checkpoint, tmp_path / "exported", verify=photos, temperature="auto")
+    assert not (tmp_path / "exported").exists()
