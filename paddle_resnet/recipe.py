@@ -1,7 +1,8 @@
 """--choose-recipe: choose the network, weights, recipe and precision for the data set and the machine.
 
 Values are chosen only for flags that are not explicit. --show-config prints the reason for each choice as the origin of
-the value. A resumed run inherits the recorded values instead, because the data set may have changed.
+the value. A resumed run inherits the recorded values instead, because the data set may have changed. In an evaluation,
+only the flags that depend on the machine alone are chosen, so that it has the precision of the training run.
 """
 
 import math
@@ -52,10 +53,10 @@ class Facts:
     """The properties of the run, its data set and its machine that determine the recipe.
 
     Attributes:
-        images: number of training images.
+        images: number of training images, or 0 in an evaluation.
         processes: number of processes in the job.
         cores: number of CPU cores per process.
-        memory: bytes of memory per process: GPU memory if has_gpu is true, otherwise host memory.
+        memory: bytes of memory per process: GPU memory if has_gpu is true, otherwise host memory; 0 in an evaluation.
         has_gpu: whether the run uses GPUs.
         weights: {network: key of published.PACKAGED} for the networks whose weights are installed or already converted.
         resumed: network of the run to resume, or None.
@@ -76,22 +77,28 @@ class Facts:
 
 
 def choose(settings: values.Settings) -> None:
-    """If --choose-recipe is set and the run trains, choose values for the recipe flags that the user has not set.
+    """If --choose-recipe is set, choose values for the recipe flags that the user has not set; in an evaluation, only
+    for those that depend on the machine alone.
 
     Args:
         settings: flags with a resolved --device; modified in place.
     Raises:
-        UsageError: the data set is synthetic, cannot be used or has only one class; or the pretrained weights cannot be
-            converted.
+        UsageError: the run trains, and the data set is synthetic, cannot be used or has only one class; or the
+            pretrained weights cannot be converted.
     """
-    if not (settings.choose_recipe and settings.run_scope.trains):
+    if not settings.choose_recipe:
         return
-    options = settings.part(Options)
-    facts = Facts(**exchange.from_rank_0(lambda: asdict(_facts(options))))
-    name = Recipe(settings, facts).choose()
+    options, trains = settings.part(Options), settings.run_scope.trains
+    facts = Facts(**exchange.from_rank_0(lambda: asdict(_facts(options) if trains else _facts_of_machine(options))))
+    recipe = Recipe(settings, facts)
+    name = recipe.choose() if trains else recipe.choose_for_machine()
     resolution.drop_unused(settings)
     if name is not None:
         exchange.from_rank_0(lambda: _convert(settings.output_dir, name))
+
+
+def _facts_of_machine(options):
+    return Facts(0, processes.world_size(), processes.cores(), 0, options.device == "gpu", {})
 
 
 def _facts(options):
@@ -154,6 +161,11 @@ class Recipe:
         self._choose_training()
         inheritance.follow(self._settings)
         return name
+
+    def choose_for_machine(self) -> None:
+        """Choose only the values that depend on the machine alone."""
+        self._choose_machine()
+        inheritance.follow(self._settings)
 
     @property
     def _is_fine_tuned(self):

@@ -1,5 +1,5 @@
 """Miniatures of data sets in the first section of docs/data.md. Each class has a color, see layouts.py; in cifar(), the
-color is (200, class, 0)."""
+color is (200, class, 0), and in pixel_table() the brightness is the class."""
 
 import json
 import pickle
@@ -83,6 +83,19 @@ def cifar(root):
     put(root / "test_batch", batch(each("val")))
 
 
+def pixel_table(path):
+    """The brightness of each image is its class."""
+    usage = {"train": "Training", "val": "PublicTest"}
+    rows = [f"{k},{' '.join([str(k)] * 48**2)},{usage[split]}" for split in SPLITS for k, _ in each(split)]
+    put(path, "\n".join(["emotion,pixels,Usage", *rows]) + "\n")
+
+
+def pets(root):
+    for k, i in each("train"):
+        put(root / f"train/{NAMES[k]}.{i}.jpg", image(k, i))
+    put(root / "test1/1.jpg", image(0, 20))
+
+
 def write(root):
     """Write all data sets. Those in Parquet files are omitted if pyarrow is not installed."""
     kaggle_imagenet(root / "kaggle_imagenet")
@@ -100,6 +113,8 @@ def write(root):
     csv(root / "cassava")
     paddleclas(root / "flowers102")
     cifar(root / "cifar-10-batches-py")
+    pixel_table(root / "fer2013.csv")
+    pets(root / "dogs-vs-cats")
     try:
         hub(root / "imagenet-1k")
         hub(root / "beans")

@@ -142,6 +142,22 @@ def test_precision_is_chosen_on_a_gpu():
     assert (s.amp_level, s.use_dynamic_loss_scaling) == ("O2", False)
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_evaluation_has_the_precision_of_training(monkeypatch, tmp_path, has_gpu):
+    """Otherwise, its metrics would differ from those of the training run. The data set needs no train split."""
+    monkeypatch.setattr(recipe.processes, "cores", lambda: 16)
+    flags = ["--choose-recipe", "--image-root", str(tmp_path), "--run-scope", "eval_only", "--from-checkpoint", "DIR"]
+    settings = config.parse_args(flags)
+    settings.resolve("machine", device="gpu" if has_gpu else "cpu")
+    recipe.choose(settings)
+    validation.check(settings)
+    names = "amp", "amp_level", "amp_dtype", "dali_output_fp16", "data_layout", "dali_num_threads"
+    expected = choose(2934, has_gpu=has_gpu, cores=16)
+    assert {name: getattr(settings, name) for name in names} == {name: getattr(expected, name) for name in names}
+    assert settings.dali_output_fp16 == has_gpu
+    assert (settings.batch_size, settings.model_arch_name, settings.from_pretrained_params) == (256, "ResNet50", None)
+
+
 def test_batch_size_is_limited_by_memory_and_shared_by_the_processes():
     assert choose(2934).batch_size == 64
     assert choose(2934, memory=GIB).batch_size == 2
@@ -304,7 +320,7 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
     assert calls == ["efficientnet-lite0"]
     settings = config.parse_args([*flags, "--run-scope", "eval_only", "--from-checkpoint", "DIR"])
     recipe.choose(settings)
-    assert settings.batch_size == 256  # --choose-recipe has no effect in an evaluation
+    assert settings.batch_size == 256  # not chosen in an evaluation
     assert folders.runs_below(tmp_path / "out") == []
 
 

@@ -22,8 +22,11 @@ SEARCH_S = 40  # number of seconds after which a search for a bad record or imag
 # Maximum number of pixels in a decoded image; paddle_resnet/__init__.py also sets this limit for DALI's OpenCV.
 MAX_PIXELS = 2**28
 UNDECODABLE, UNOPENED = "cannot be decoded", "cannot be opened"
+# Number of pixels on a side from which training may fail on an intact image, because DALI 2.4 chooses invalid crops:
+# the square of the height, times the largest aspect ratio (4/3), overflows 31 bits if the height exceeds 40,132.
+LONG_SIDE = 2**15
 MAX_BYTES = 2**28  # maximum size of an image file in bytes
-_decoder = None
+_decoders = {}  # {result of _is_decoded_once: pipeline}
 
 
 @contextlib.contextmanager
@@ -62,30 +65,41 @@ def decode(data: bytes, path: str | None = None) -> str | None:
     Returns:
         None, or the reason why the image cannot be decoded.
     """
-    global _decoder
-
-    @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-    def decoder():
-        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # Evaluation decodes entire images, like the first decoder; training also decodes parts of images, like the
-        # second. Some files can be decoded by only one of the two decoders.
-        return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
-
     problem = header_problem(data, path=path)
     if problem is not None:
         return problem
-    if _decoder is None:
-        _decoder = decoder()
-        _decoder.build()
+    once = _is_decoded_once(data)
+    if once not in _decoders:
+        _decoders[once] = _decoder(once)
+        _decoders[once].build()
     try:
-        _decoder.feed_input("encoded", [np.frombuffer(data, np.uint8)])
-        _decoder.run()
+        _decoders[once].feed_input("encoded", [np.frombuffer(data, np.uint8)])
+        _decoders[once].run()
     except RuntimeError as e:
-        _decoder = None  # a pipeline that has failed cannot be reused
+        del _decoders[once]  # a pipeline that has failed cannot be reused
         if "bad_alloc" in str(e):
             return "declares more pixels than fit in memory"
         return "has damaged image data, or a variant of its format that DALI cannot decode"
     return None
+
+
+def _is_decoded_once(data):
+    """Return whether decoding the whole image finds all faults: whether the image is a JPEG without an EXIF block. To
+    decode a part of it, libjpeg-turbo reads a part of the same data, or DALI decodes the whole image. The other
+    decoders, which also decode JPEGs with an orientation, can decode damaged files of which they cannot decode parts.
+    """
+    if not data.startswith(b"\xff\xd8") or b"Exif\0\0" in data:
+        return False
+    stream = nvimgcodec.CodeStream(data)
+    return max(stream.width, stream.height) < LONG_SIDE
+
+
+@pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+def _decoder(once):
+    """Decode whole images, as evaluation does, and parts of them, as training does; if `once`, only whole images."""
+    encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
+    image = fn.decoders.image(encoded, output_type=types.RGB)
+    return image if once else (image, fn.decoders.image_random_crop(encoded))
 
 
 def header_problem(data: bytes, shorter_side: int | None = None, path: str | None = None) -> str | None:

@@ -19,6 +19,8 @@ _NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV
 _NAME_FILE = re.compile(
     r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames|categories([-_].*)?)\.txt", re.IGNORECASE
 )
+# Folders of Caltech-101 and Caltech-256 with images that belong to none of the classes.
+_NOT_A_CLASS = re.compile(r"BACKGROUND_Google|(\d+\.)?clutter", re.IGNORECASE)
 _LABEL_TABLE = re.compile(r".+\.csv|metadata\..+", re.IGNORECASE)  # files that probably contain labels
 
 
@@ -159,6 +161,8 @@ def check_classes(
         UsageError: a class folder in train/ has no images, and allow_empty is False; or all training images belong to
             one class, and allow_one_class is False.
     """
+    if mode is Mode.TRAIN and data_format == "folder":
+        warn_of_background(f"--image-root {image_root}", classes)
     there = set(labels)
     empty = [name for label, name in enumerate(classes) if label not in there]
     if empty:
@@ -173,6 +177,14 @@ def check_classes(
         log_once(printable(f"{message}; add images"), logger.warn)
     if mode is Mode.TRAIN and len(there) == 1:
         check_one_class(image_root, classes, min(there), allow_one_class)
+
+
+def warn_of_background(place: str, folders: Iterable[str]) -> None:
+    """Log a warning for class folders that, in published data sets, contain images of none of the classes, such as
+    BACKGROUND_Google. `place` is the data set, for the message."""
+    for name in filter(_NOT_A_CLASS.fullmatch, map(os.path.basename, folders)):
+        message = f"{place}: {name} is used as a class, but contains images of none of the classes in Caltech-101 and"
+        log_once(printable(f"{message} Caltech-256; to omit it, remove all folders {name}"), logger.warn)
 
 
 def check_one_class(image_root: str, classes: Sequence[str], label: int, allow: bool) -> None:

@@ -8,6 +8,7 @@ import codecs
 import contextlib
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from paddle_resnet.data import record_tables
+from paddle_resnet.data import class_in_name, record_tables
 from paddle_resnet.data.image_search import SUFFIXES, ImageSearch
 from paddle_resnet.data.images import CONVERTED_SUFFIXES, is_system_name
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
@@ -31,10 +32,12 @@ IMAGE_COLUMNS = (
 LABEL_COLUMNS = (
     *("label", "labels", "labelid", "labelname", "class", "classname", "classid", "category", "categoryid", "target"),
     *("y", "species", "breed", "diagnosis", "tag", "tags", "variety", "dx", "choice", "gt", "groundtruth"),
-    *("finelabel", "coarselabel", "findinglabel", "findinglabels"),
+    *("emotion", "finelabel", "coarselabel", "findinglabel", "findinglabels"),
 )
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest", "test")
+PARTITION = "list_eval_partition"  # file that contains the splits of another table, without its suffix
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", *record_tables.SUFFIXES)
+PIXEL_SUFFIXES = (".csv", ".tsv")  # endings of tables that can contain pixels
 RECORD_KINDS = ("tfrecord", "webdataset", "recordio", "lmdb")  # kinds of `dataset import` that read record files
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
@@ -78,7 +81,7 @@ class Layout:
 
 
 PUT = "put the images into one folder per class"
-_WRITE = "this format cannot be read: write each image to the folder of its class in train/ or val/"
+WRITE = "this format cannot be read: write each image to the folder of its class in train/ or val/"
 LAYOUTS = (
     Layout(r"ILSVRC2012_img_(train|val)\.tar", "ImageNet as distributed by image-net.org", "ilsvrc"),
     Layout(r"(train/|ILSVRC2012_img_train/)?n\d{8}\.tar", "archives of ImageNet's classes", "ilsvrc"),
@@ -96,7 +99,7 @@ LAYOUTS = (
         "ilsvrc",
         needs=r"train/n\d{8}/",
     ),
-    Layout(r"image_class_labels\.txt", "lists of CUB-200", "table", needs=r"images\.txt"),
+    Layout(r"image_class_labels\.txt", "lists of CUB-200 or NABirds", "table", needs=r"images\.txt"),
     Layout(r"annotations/trainval\.txt", "lists of Oxford-IIIT Pets", "table", needs="images/"),
     Layout(r"meta/train\.(txt|json)", "lists of Food-101 or MMPretrain", "table"),
     Layout(r"val/val_annotations\.txt", "Tiny ImageNet", "table", needs=r"train/n\d{8}/"),
@@ -131,9 +134,10 @@ LAYOUTS = (
     Layout(r"(.*/)?(train|test|extra)_32x32\.mat", "arrays of SVHN", "array", needs=r"(.*/)?train_32x32\.mat"),
     Layout(r"[^/]+\.npz", "arrays", "array"),
     Layout(r"imagelabels\.mat", "labels of Oxford Flowers 102", "table", needs=r"setid\.mat"),
-    Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
-    Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
-    Layout(r"[^/]+\.(lmdb|mdb)", "LMDBs in single files", todo=_WRITE),
+    Layout(r"(train|file)_list\.mat", "lists of Stanford Dogs", "table", needs=r"test_list\.mat"),
+    Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=WRITE),
+    Layout(r"[^/]+\.beton", "files of FFCV", todo=WRITE),
+    Layout(r"[^/]+\.(lmdb|mdb)", "LMDBs in single files", todo=WRITE),
     Layout(
         r"([^/]+/)?[^/]+\.json",
         "JSON files, which may contain the labels",
@@ -155,7 +159,7 @@ class Sight:
     Attributes:
         what: description of the files, with at most five names.
         todo: remedy for the user, as an imperative, or None.
-        kind: kind of `dataset import` that reads the files, or None.
+        kind: kind of `dataset import` that reads the files, only with --as if is_final is set; or None.
         is_certain: whether the files found are probably the data set that the user means.
         root: the folder to import.
         is_final: whether an import without flags must stop with this remedy, instead of reading other files.
@@ -183,7 +187,10 @@ def look(root: str | os.PathLike[str]) -> list[Sight]:
             break
         inner = os.path.join(inner, folders[0][:-1])
         below = _paths(inner)
-        sights = [sight for sight in _look(inner, below) if sight.kind or sight.is_certain] or sights
+        found = [sight for sight in _look(inner, below) if sight.kind or sight.is_certain]
+        if found and found[0].kind == "filename":  # less certain than, for example, a JSON file above
+            found = [*(sight for sight in sights if sight.kind is None), *found]
+        sights = found or sights
     if any(sight.kind or sight.is_certain for sight in sights):
         return sights
     return [*_archives(root, paths), *sights] or [*_nested(root, paths)]
@@ -202,7 +209,7 @@ def _look(root, paths):
     others = [path for path in tables if path not in claimed]
     unused = [*_unlabeled(root, others, is_image), *_pixels(root, others)]
     # Tar files whose names differ come first, because renaming a tar file is faster than importing it.
-    return [*several, *_tar_files(root, paths), *known, *unused, *_too_deep(root, paths), *_outside(paths)]
+    return [*several, *_tar_files(root, paths), *known, *unused, *_too_deep(root, paths), *_outside(root, paths)]
 
 
 def _without_annotations(paths):
@@ -293,6 +300,8 @@ def _several_labels(root, paths, is_image):
                 *("--output", f"{os.path.abspath(root)}_imported"),
             )
             todo += f"; for one of the labels, run `{run}`, or choose {', '.join(columns[1:5])}"
+            partition = [name for name in paths if re.fullmatch(rf"{PARTITION}\.(txt|csv)", name)]
+            todo += "".join(f"; {name} contains the splits" for name in partition[:1])
         elif " " in several and "," not in several and (labels := label_columns(file)):
             run = import_command(root, "--label-column", labels[0])
             todo += f"; if {several} is the name of one class, run {run}"
@@ -338,15 +347,30 @@ def label_columns(path: str) -> list[str]:
 
 def _pixels(root, paths):
     """Yield a Sight for tables that contain the pixels of images."""
-    found = [path for path in paths if _TABLE.fullmatch(path) and _is_of_pixels(header(os.path.join(root, path)))]
-    if found:
-        yield Sight(f"{_some(found)}: tables of pixels", _WRITE)
+    found = [path for path in paths if _TABLE.fullmatch(path) and pixel_columns(header(os.path.join(root, path)))]
+    labeled = [path for path in found if is_pixel_table(os.path.join(root, path))]
+    if labeled:
+        yield Sight(f"{_some(labeled)}: tables of pixels", f"run {import_command(root)}", "pixels", True, root)
+    elif found:
+        yield Sight(f"{_some(found)}: tables of pixels", WRITE)
 
 
-def _is_of_pixels(names):
-    return sum(re.fullmatch(r"pixels?|(pixel)?_?\d+|\d+x\d+", name.lower()) is not None for name in names) > 9 or (
-        "pixels" in names
-    )
+def is_pixel_table(path: str) -> bool:
+    """Return whether a file is a table with the pixels of gray square images, and with labels."""
+    names = header(path) if path.lower().endswith(PIXEL_SUFFIXES) else []
+    at = pixel_columns(names)
+    return bool(at) and len(names) > len(at) and math.isqrt(len(at)) ** 2 == len(at)
+
+
+def pixel_columns(names: list[str]) -> list[int]:
+    """Return the indexes of the consecutive columns of a table that contain pixels: a column `pixels`, or columns such
+    as pixel0 or 1x1; [] if there are none. If all names are numbers, the table has no names of columns, and the first
+    column is the label."""
+    at = [i for i, name in enumerate(names) if re.fullmatch(r"(pixels?)?_?\d+|\d+x\d+", name.strip().lower())]
+    at = at[1:] if len(at) == len(names) and all(map(str.isdecimal, names)) else at
+    if len(at) <= 9 or at != [*range(at[0], at[-1] + 1)]:
+        at = [i for i, name in enumerate(names) if normalized(name) == "pixels"]
+    return at
 
 
 def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -694,15 +718,27 @@ def _too_deep(root, paths):
             deep = [
                 f"{path}{name}" for path in deep for name in _listed(os.path.join(root, path), "") if name.endswith("/")
             ]
+            flags = _depth_flags(root, deep)
             deep = [path for path in deep[:5] if _has_images(root, path)]
             if deep:
-                run = import_command(root)
+                run = import_command(root, *flags)
                 yield Sight(f"{_some(deep)}: class folders one level too deep", f"run {run}", "nested", True)
         elif len(folders) == 1 and len(inner) > 1 and _has_images(root, inner[0]):
             source, output = os.path.join(root, folder), f"{os.path.abspath(root)}_split"
             run = command("dataset", "split", source, "--output", output)
             todo = f"run `{run}` and use --image-root {shlex.quote(output)}"
             yield Sight(f"{_some(inner)}: class folders one level too deep", todo, "nested", False, root)
+
+
+def _depth_flags(root, folders):
+    """Return the flags for an import of nested class folders: --class-depth all if some of the `folders` are class
+    folders, but others contain class folders instead of images."""
+    for path in folders[:_SEARCHED]:
+        names = _listed(os.path.join(root, path), "")
+        below = [os.path.join(path, name) for name in names if name.endswith("/")]
+        if not any(map(_is_image, names)) and any(_has_images(root, path) for path in below[:_SEARCHED]):
+            return ["--class-depth", "all"]
+    return []
 
 
 def _first_images(root, paths):
@@ -737,9 +773,8 @@ def _nested(root, paths):
             if len({*parents}) == 1 and {name.lower() for name in names} <= SPLIT_OF.keys():  # images/train/0.jpg
                 yield Sight(f"{_some(found)}: images outside class folders", PUT)
                 return
-            yield Sight(
-                f"{_some(found)}: images in nested folders", f"run {import_command(root)}", "nested", False, root
-            )
+            run = import_command(root, *_depth_flags(root, level))
+            yield Sight(f"{_some(found)}: images in nested folders", f"run {run}", "nested", False, root)
             return
 
 
@@ -774,9 +809,20 @@ def _is_image(path):
     return path.lower().endswith(SUFFIXES)
 
 
-def _outside(paths):
-    """Yield a Sight for images outside class folders."""
+def _outside(root, paths):
+    """Yield a Sight for images outside class folders, whose names may contain their classes."""
     images = [path for path in paths if re.fullmatch(rf"({_SPLIT}/)?{_IMAGE}", path, re.IGNORECASE)]
-    if images:
-        word = "image" if len(images) == 1 else "images"
-        yield Sight(f"{len(images)} {word} outside class folders ({_some(images)})", PUT)
+    if not images:
+        return
+    what = f"{len(images)} {'image' if len(images) == 1 else 'images'} outside class folders ({_some(images)})"
+    counts = Counter(
+        class_in_name.class_of(path) for path in images if split_of(os.path.dirname(path)) in (None, "train")
+    )
+    is_named = len(counts) > 1 and None not in counts and min(counts.values()) > 1
+    if is_named and not any(map(class_in_name.is_ambiguous, counts)):
+        names = f"{len(counts)} classes ({_some(sorted(counts))})"
+        todo = f"if the class is the file name before the last number, which yields {names}, "
+        todo += f"run {import_command(root, '--as', 'filename')}; otherwise, {PUT}"
+        yield Sight(what, todo, "filename", False, root, True)
+    else:
+        yield Sight(what, PUT)

@@ -395,8 +395,8 @@ def _check_decodable(source, images, workers, progress, remedy=None):
     from paddle_resnet.tools import verify  # imported here, because verify imports DALI
 
     failing = []
-    results = verify.check_all([(image, None) for image in images], workers)
-    for done, (image, (failure, *_)) in enumerate(zip(images, results, strict=True), 1):
+    results = verify.failures([(image, None) for image in images], workers)
+    for done, (image, failure) in enumerate(zip(images, results, strict=True), 1):
         if failure is not None:
             failing.append(f"{image.name} {failure}")
         if done % BLOCK == 0 or done == len(images):

@@ -102,6 +102,7 @@ def _list_source(source):
             f"{', '.join(few[:5])}{more}; add images, or move these folders elsewhere"
         )
     class_folder.warn_of_ignored(source, ignored)
+    classes.warn_of_background(str(source), images)
     return images
 
 

@@ -14,6 +14,14 @@ imported once for all rows. The checks of a row:
 With --budget-minutes, two runs may choose different numbers of epochs. Therefore, in a row with this flag, only the run
 that is stopped and resumed has the flag. This run comes first, and the reference has --epochs and --warmup-epochs of
 its checkpoint instead.
+
+The runs of a row take longer to start on a GPU. Therefore, a row on a GPU omits what the same row on the CPU shows and
+a GPU does not change:
+- the second stop, because a run that has resumed stops and resumes like any other run
+- the evaluations of the teacher and of the run that trains the start, whose metrics are not compared
+- the evaluation of the checkpoint in rows with --run-scope train_only, which have no metrics to compare
+- except in rows whose number is a multiple of 7, the benchmark, the export, which converts the float32 weights of the
+  checkpoint and verifies the result on the CPU, and the predictions. With --rows 1/3, these rows have all EXPORTS.
 """
 # ruff: noqa: I001
 
@@ -41,11 +49,13 @@ import few_blocks
 from paddle_resnet.data import decoding
 from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
+from run import PARTS
 from axes import AXES, GPU_AXES, GPU_FLAGS, PIR_FLAGS, gpu_values, has_pir
 from paddle_resnet import budget, export, models, predict
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat
 from paddle_resnet.models.resnet import BasicBlock, ResNet
+from paddle_resnet.native import build as native
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.mode import Mode
 
@@ -67,6 +77,8 @@ def prepare(device):
     paddle.enable_static()
     if device == "gpu":
         paddle.set_flags({"FLAGS_cudnn_deterministic": True})
+        # Compile the custom kernels now, so that no row waits for them.
+        native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()))
     few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BasicBlock, (1,), width=8)
     loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 40 * processes.world_size(), Mode.EVAL: 11}
@@ -98,7 +110,7 @@ class Row:
 
     def __init__(self, number, values, data, folder, device):
         self.number, self.values, self.data, self.folder, self.device = number, values, data, Path(folder), device
-        self.random, self.teacher = random.Random(number), None
+        self.random, self.teacher, self.is_short = random.Random(number), None, device == "gpu"
         self.files = self.folder / "files"
         self.files.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
@@ -122,11 +134,11 @@ class Row:
             self._succeed("run", self.train("reference", *length, start=start, without=["length"]))
         self._compare(stops)
         self._evaluate()
-        if self.number % 4 == 0:
+        if self.number % (7 if self.is_short else 4) == 0:
             flags = ["--benchmark", "--benchmark-steps", 2, "--benchmark-warmup-steps", 1]
             without = [*TRAINING_OUTPUTS, "page", "predictions", "tta"]
             self._succeed("benchmark", self.train("benchmark", *flags, start=start, without=without))
-        if processes.rank() == 0:
+        if processes.rank() == 0 and (not self.is_short or self.number % 7 == 0):
             self._export()
 
     def _stop(self, steps, start):
@@ -144,7 +156,7 @@ class Row:
             return [stop]
         stop = self.random.randrange(1, max(2, steps))
         self._succeed("stopped run", self.train("stopped", start=start, stop=stop), 75)
-        if steps - stop < 2:
+        if self.is_short or steps - stop < 2:
             return [stop]
         more = self.random.randrange(1, steps - stop)
         self._succeed("second stopped run", self.train("stopped", "--resume", start=start, stop=more), 75)
@@ -157,8 +169,28 @@ class Row:
         logger._start_s = time.time()  # --budget-minutes counts from the start of the program
         if processes.world_size() > 1:
             start_job()
-        with static.scope_guard(static.Scope()), stopped_before(stop) as self.steps:
+        if self.is_short:
+            gc.collect()  # otherwise, earlier runs keep GPU memory, and each capture of a step searches their objects
+        part = self._part("resumed" if "--resume" in flags else name)
+        with part, static.scope_guard(static.Scope()), stopped_before(stop) as self.steps:
             return train.main([*row, *map(str, flags)])
+
+    @contextlib.contextmanager
+    def _part(self, name):
+        """Write the duration of a part of the row to the file PARTS: its name, and a number of seconds for each section
+        of the part; a run has a section before and a section after the beginning of its first step."""
+        start, self.steps = time.monotonic(), []
+        self._write_part(f"{name} ")
+        try:
+            yield
+        finally:
+            times = [start, *self.steps[:1], time.monotonic()]
+            self._write_part("+".join(f"{b - a:.1f}" for a, b in itertools.pairwise(times)) + "\n")
+
+    def _write_part(self, text):
+        if processes.rank() == 0:
+            with (self.folder / PARTS).open("a") as file:
+                file.write(text)
 
     def flags(self, name, start=None, only=AXES):
         """Return the flags of the row's values on the axes in `only`, for outputs in the folder `name`."""
@@ -208,7 +240,7 @@ class Row:
         only += ["recipe"] if self.values["recipe"] in ("file", "GPU file") else []
         flags = ["--epochs", 1, "--warmup-epochs", 0, "--lr", 0.01]
         flags += ["--num-of-class", 7] if self.values["start"] == "other classes" else []
-        self._succeed("first run", self.train("start", *flags, only=only))
+        self._succeed("first run", self.train("start", *flags, *self._short_scope(), only=only))
         return self._last("start")
 
     def _teacher(self):
@@ -219,8 +251,11 @@ class Row:
         only = ["network", "prefix", "classes", "shape", "layout", "qat", "interp", "normalization", "format", "batch"]
         only += ["labels", "ema", "sparsity", *(["recipe"] if self.values["recipe"] in ("file", "GPU file") else [])]
         flags = ["--epochs", 1, "--warmup-epochs", 0, "--lr", 0.01]
-        self._succeed("teacher", self.train("teacher", *flags, only=only))
+        self._succeed("teacher", self.train("teacher", *flags, *self._short_scope(), only=only))
         return self._last("teacher")
+
+    def _short_scope(self):
+        return ["--run-scope", "train_only"] if self.is_short else []
 
     def _succeed(self, what, code, expected=0):
         if code != expected:
@@ -280,12 +315,15 @@ class Row:
 
     def _evaluate(self):
         """Evaluate the last checkpoint, and compare the metrics with those of the last evaluation, if there was one."""
+        is_compared = self.values["scope"] != "train_only"
+        if self.is_short and not is_compared:
+            return
         checkpoint = self._last("reference")
         without = [*TRAINING_OUTPUTS, "start", "scope"]
         flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
         self._succeed("evaluation", self.train("evaluated", *flags, without=without))
         recorded = self._meta("reference")["evaluated"]
-        if self.values["scope"] == "train_only":
+        if not is_compared:
             return
         actual = {key: value for (_, key), value in self._report("evaluated", "report.eval.json").items()}
         for key in ("loss", "top1" if self.values["labels"] == "one" else "map", "images"):
@@ -307,12 +345,14 @@ class Row:
         if self.values["format"] != "synthetic":
             flags += ["--verify", root]
         flags += ["--allow-outside"] if "--allow-outside" in images else []
-        self._succeed("export", export.main([checkpoint, output, *flags, *network]))
+        with self._part("export"):
+            self._succeed("export", export.main([checkpoint, output, *flags, *network]))
         image = str(self.data / "folder/val/class1/02.jpg")
         tta = AXES["tta"][self.values["tta"]]
         device = ["--device", self.device]
-        self._succeed("prediction", predict.main([checkpoint, "--json", image, *network, *tta, *device]))
-        self._succeed("prediction of export", predict.main([output, "--json", image, *tta, *device]))
+        with self._part("predict"):
+            self._succeed("prediction", predict.main([checkpoint, "--json", image, *network, *tta, *device]))
+            self._succeed("prediction of export", predict.main([output, "--json", image, *tta, *device]))
 
 
 def without_times(value):
@@ -350,14 +390,14 @@ def start_job(store=exchange._store):
 @contextlib.contextmanager
 def stopped_before(step):
     """Send SIGTERM to this process before a training step, unless `step` is None or this process is not rank 0. Yield a
-    list that gets an entry for each training step. Steps that --budget-minutes measures are not counted."""
+    list that gets the time of each training step. Steps that --budget-minutes measures are not counted."""
     agreed, steps = exchange.stop_agreed, []
 
     def stop_agreed():
         if not logger._only_warns:  # otherwise, --budget-minutes measures the step
             if len(steps) == step and processes.rank() == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
-            steps.append(agreed)
+            steps.append(time.monotonic())
         return agreed()
 
     exchange.stop_agreed = stop_agreed

@@ -7,8 +7,9 @@ python tests/combinations/run.py --device gpu --gpus 2 --rows 1/16 --processes 1
 
 Each process imports Paddle once and checks one row after another. With --gpus N or --ranks N, each row is a job of N
 processes on N GPUs or on the CPU instead, started by Paddle's launcher. For each row, this program prints one line: the
-number of the row, its duration, and "ok" or the error. If a row takes longer than --row-limit-s, its process is killed.
-The exit code is 0 if all rows succeeded.
+number of the row, its duration, "ok" or the error, and the duration of each part of the row. The duration of a run is
+two numbers, A+B: seconds until its first step begins, and after that. The last line contains the sums over all rows. If
+a row takes longer than --row-limit-s, its process is killed. The exit code is 0 if all rows succeeded.
 """
 
 import argparse
@@ -30,7 +31,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
-START_LIMIT_S = 180  # maximum time to import Paddle; on some machines, processes start one after the other
+# Maximum time to import Paddle and, on a GPU, to compile the custom kernels. On some machines, one process starts after
+# the other.
+START_LIMIT_S = 180
+PARTS = "parts"  # file in the folder of a row with the duration of each of its parts; checks.py writes it
 
 
 def main(argv=None):
@@ -62,7 +66,8 @@ def main(argv=None):
         if args.rows == "all" and (args.device, ranks) == ("cpu", 1):
             jobs += _jobs("conflicts")
         print(f"{len(jobs)} rows, data sets after {time.monotonic() - start:.1f} s", flush=True)
-        results = Pool(args, ranks, folder, jobs, start + args.limit_s).run()
+        pool = Pool(args, ranks, folder, jobs, start + args.limit_s)
+        results = pool.run()
     failed = [job for job in jobs if results.get(job) != "ok"]
     missing = [job for job in jobs if job not in results]
     print(
@@ -70,7 +75,31 @@ def main(argv=None):
         f"run, {time.monotonic() - start:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""),
         flush=True,
     )
+    print(f"{len(results)} rows: {describe(total(pool.parts.values()))}", flush=True)
     return int(bool(failed))
+
+
+def read_parts(path):
+    """Return {name: [seconds of each section]} for a file that checks.py has written. A part that has not ended has no
+    sections."""
+    lines = [line.partition(" ") for line in path.read_text().splitlines()] if path.exists() else []
+    return total({name: [float(seconds) for seconds in text.split("+") if seconds]} for name, _, text in lines)
+
+
+def total(rows):
+    """Return the sums of several {name: [seconds of each section]}."""
+    result = {}
+    for name, sections in (item for parts in rows for item in parts.items()):
+        result[name] = [a + b for a, b in itertools.zip_longest(result.get(name, []), sections, fillvalue=0)]
+    return result
+
+
+def describe(parts):
+    """Return a description of {name: [seconds of each section]}, such as "reference 6.0+2.2, export 1.3"."""
+    return ", ".join(
+        f"{name} {'+'.join(f'{seconds:.1f}' for seconds in sections) or 'unfinished'}"
+        for name, sections in parts.items()
+    )
 
 
 def _jobs(rows):
@@ -91,11 +120,15 @@ def _jobs(rows):
 
 class Pool:
     """Workers that check rows. Each thread of run() feeds one worker. A worker that crashes or hangs, or fails on a GPU
-    or in a job of several processes, is replaced."""
+    or in a job of several processes, is replaced.
+
+    Attributes:
+        parts: {job: result of read_parts}.
+    """
 
     def __init__(self, args, ranks, folder, jobs, end):
         self._args, self._ranks, self._folder, self._end = args, ranks, folder, end
-        self._queue, self._names, self._results = queue.SimpleQueue(), itertools.count(), {}
+        self._queue, self._names, self._results, self.parts = queue.SimpleQueue(), itertools.count(), {}, {}
         for job in jobs:
             self._queue.put(job)
 
@@ -116,15 +149,18 @@ class Pool:
             except queue.Empty:
                 break
             if worker is None:
+                start = time.monotonic()
                 worker = Worker(self._folder / f"worker{next(self._names)}", self._args.device, self._ranks)
                 problem = worker.answer(self._limited(START_LIMIT_S))
                 if problem != "ready":
                     print(f"{worker.folder.name} does not start: {problem}", flush=True)
                     break
+                print(f"{worker.folder.name} ready after {time.monotonic() - start:.1f} s", flush=True)
             start = time.monotonic()
             worker.ask(job)
             self._results[job] = result = worker.answer(self._limited(self._args.row_limit_s))
-            print(f"{job:>11} {time.monotonic() - start:6.1f} s  {result}", flush=True)
+            self.parts[job] = parts = read_parts(worker.folder / f"row{job}" / PARTS)
+            print(f"{job:>11} {time.monotonic() - start:6.1f} s  {result}  [{describe(parts)}]", flush=True)
             if not self._args.keep:
                 shutil.rmtree(worker.folder / f"row{job}", ignore_errors=True)
             if result != "ok" and (self._ranks > 1 or self._args.device == "gpu"):

@@ -1,6 +1,7 @@
 """The table of the combination tests is complete, and its rows succeed; see run.py."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import axes
 import conflicts
 import generate
+import run as combinations
 from conftest import ROOT
 from paddle_resnet.machine import compat
 from paddle_resnet.optimizers.table import OPTIMIZERS
@@ -61,11 +63,40 @@ def test_table_is_generated():
     assert generate.read() == generate.generate(), REMEDY
 
 
+def test_durations_of_parts_are_read_and_added(tmp_path):
+    file = tmp_path / "parts"
+    assert combinations.read_parts(file) == {}
+    file.write_text("reference 6.0+2.2\nresumed 5.0\nresumed 1.0+2.0\nexport ")
+    parts = combinations.read_parts(file)
+    assert parts == {"reference": [6.0, 2.2], "resumed": [6.0, 2.0], "export": []}
+    assert combinations.describe(parts) == "reference 6.0+2.2, resumed 6.0+2.0, export unfinished"
+    assert combinations.total([parts, {"export": [1.5]}, {"reference": [1.0]}])["reference"] == [7.0, 2.2]
+
+
+def test_rows_on_a_gpu_include_each_network_precision_and_export():
+    """With --rows 1/3. The export of a row depends on its number (checks.EXPORTS has five), and every seventh of these
+    rows is exported."""
+    rows = [*enumerate(generate.read())][::3]
+    assert {values["network"] for _, values in rows} == {*axes.AXES["network"]}
+    assert {axes.gpu_values(*row)["precision"] for row in rows} == {*axes.GPU_AXES["precision"]}
+    assert {number % 5 for number, _ in rows[::7]} == {*range(5)}
+
+
 def run(*arguments, timeout):
-    """Run rows in processes that import Paddle once, and check that all succeed."""
+    """Run rows in processes that import Paddle once, and check that all succeed. Return the output."""
     command = [sys.executable, "tests/combinations/run.py", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_output_contains_duration_of_each_part():
+    output = run("--rows", "0", "--processes", 1, "--limit-s", 250, timeout=300)
+    [line] = re.findall(r"^ +0 +[\d.]+ s  ok  \[(.*)\]$", output, re.MULTILINE)
+    runs = r"reference S\+S, stopped S\+S, resumed S\+S, evaluated S, benchmark S\+S, export S, predict S"
+    assert re.fullmatch(runs.replace("S", r"\d+\.\d"), line)
 
 
 @pytest.mark.soak

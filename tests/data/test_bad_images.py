@@ -272,9 +272,35 @@ def test_decoder_without_memory_is_replaced(monkeypatch):
 
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "png")
-    monkeypatch.setattr(bad_images, "_decoder", SimpleNamespace(feed_input=lambda name, batch: None, run=run))
+    decoder = SimpleNamespace(feed_input=lambda name, batch: None, run=run)
+    monkeypatch.setattr(bad_images, "_decoders", {False: decoder})
     assert bad_images.decode(file.getvalue()) == "declares more pixels than fit in memory"
     assert bad_images.decode(file.getvalue()) is None
+
+
+def test_images_of_which_only_parts_cannot_be_decoded_are_found(monkeypatch):
+    """The decoder of BMP files fills a truncated image. For an image that is this high and narrow, DALI chooses
+    invalid crops. Most JPEGs without an EXIF block are decoded only once."""
+    monkeypatch.setattr(bad_images, "_decoders", {})
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = Image.new("RGB", (64, 48))
+    for image, kind, options, cut, decoders in (
+        (picture, "jpeg", {}, 0, [True]),
+        (picture, "jpeg", {"progressive": True}, 0, [True]),
+        (picture, "jpeg", {"exif": exif}, 0, [False]),
+        (picture, "png", {}, 0, [False]),
+        (picture.convert("RGBA"), "bmp", {}, 0, [False]),
+        (picture.convert("RGBA"), "bmp", {}, 200, []),
+        (Image.new("L", (8, 41000)), "jpeg", {}, 0, []),
+        (Image.new("L", (8, 41000)), "png", {}, 0, []),
+    ):
+        file = io.BytesIO()
+        image.save(file, kind, **options)
+        bad_images._decoders.clear()
+        failure = bad_images.decode(file.getvalue()[: len(file.getvalue()) - cut])
+        assert list(bad_images._decoders) == decoders  # a pipeline that has failed is removed
+        assert (failure is None) == bool(decoders)
 
 
 def test_search_for_bad_image_ends_after_deadline(monkeypatch):

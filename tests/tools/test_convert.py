@@ -567,7 +567,7 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
 @pytest.mark.parametrize(("count", "more"), [(10, ""), (130, " and 120 more")])
 def test_many_undecodable_images_are_counted(monkeypatch, count, more):
     images = [ListedImage(f"{i}.jpg", "", 0) for i in range(count)]
-    monkeypatch.setattr(verify, "check_all", lambda tasks, workers: [("is empty", [], None, 0)] * len(tasks))
+    monkeypatch.setattr(verify, "failures", lambda tasks, workers: ["is empty"] * len(tasks))
     calls = []
     with pytest.raises(UsageError, match=rf"^d: {count} of {count} images .*, 9.jpg is empty{more}; repair them"):
         convert._check_decodable("d", images, 1, lambda *progress: calls.append(progress))

@@ -17,7 +17,19 @@ from paddle_resnet.data import layout, parquet_files, sniffer
 from paddle_resnet.data.formats import folder
 from paddle_resnet.data.images import Image, is_system_name
 from paddle_resnet.tools import convert, split
-from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, recordio, tables, tar_shards, tfrecords
+from paddle_resnet.tools.sources import (
+    arrays,
+    caffe,
+    file_names,
+    ilsvrc,
+    nested,
+    parquet,
+    pixel_tables,
+    recordio,
+    tables,
+    tar_shards,
+    tfrecords,
+)
 from paddle_resnet.tools.sources.options import DEFAULT_VAL, Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
@@ -32,13 +44,15 @@ KINDS = {
     "recordio": recordio.read,
     "lmdb": caffe.read,
     "array": arrays.read,
+    "pixels": pixel_tables.read,
     "nested": nested.read,
+    "filename": file_names.read,
 }
 # {option: kinds that use it}
 _USED = {
     "image_column": ("table", "parquet", "tfrecord"),
-    "label_column": ("table", "parquet", "tfrecord", "webdataset", "array"),
-    "split_column": ("table",),
+    "label_column": ("table", "parquet", "tfrecord", "webdataset", "array", "pixels"),
+    "split_column": ("table", "pixels"),
     "delimiter": ("table",),
     "label_index": ("tfrecord", "recordio"),
     "class_depth": ("nested",),
@@ -158,6 +172,8 @@ def import_(
 
 
 def _kind_of_file(source):
+    if sniffer.is_pixel_table(os.fspath(source)):
+        return "pixels"
     return next((kind for ending, kind in _FILES.items() if os.fspath(source).lower().endswith(ending)), None)
 
 
@@ -174,7 +190,7 @@ def _detected(source, options):
     sights = sniffer.look(source)
     if not used and sights and sights[0].is_final:
         return None, source
-    detected = [(sight.kind, sight.root or source) for sight in sights if sight.kind]
+    detected = [(sight.kind, sight.root or source) for sight in sights if sight.kind and not sight.is_final]
     usable = [(kind, root) for kind, root in detected if all(kind in kinds for kinds in used)]
     if usable or (detected and not used):
         kind, root = (usable or detected)[0]

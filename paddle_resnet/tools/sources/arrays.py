@@ -196,7 +196,10 @@ def _load(path, format, split):
     return images[..., 0] if images.ndim == 4 and images.shape[3] == 1 else images, labels
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Reads only arrays, numbers, text and containers of these. Raises pickle.UnpicklingError for references to other
+    names, and any other exception for damaged files."""
+
     def find_class(self, module, name):
         if (module, name) not in _PICKLED:
             raise pickle.UnpicklingError(f"refers to {module}.{name}, which data sets do not need")
@@ -208,7 +211,7 @@ def _pickled(path):
     for any other content."""
     try:
         with readable(path), open_regular(path, LIMIT) as f:
-            content = _Unpickler(f, encoding="bytes").load()
+            content = Unpickler(f, encoding="bytes").load()
         if not isinstance(content, dict):
             raise pickle.UnpicklingError("not a dict")
     except UsageError:

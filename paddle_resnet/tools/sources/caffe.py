@@ -1,5 +1,6 @@
 """Read LMDBs of Caffe with any names, also with images that are stored as pixels instead of image files; and LMDBs with
-pairs of records such as image-000000001, an image file, and label-000000001, a number or a class name."""
+pairs of records such as image-000000001, an image file, and label-000000001, a number or a class name; and LMDBs with
+pickled tuples of an image file and its label."""
 
 import io
 import os
@@ -8,7 +9,7 @@ import numpy as np
 
 from paddle_resnet.data.formats import lmdb
 from paddle_resnet.data.images import Image
-from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources import arrays, splits
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils.errors import UsageError
 
@@ -32,6 +33,10 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
             keys = lmdb.keys(path)
             if pairs := _pairs(keys):
                 entries += ((split, path, key, _label(path, twin), lmdb.read_value) for key, twin in pairs.items())
+                continue
+            records = [key for key in keys if not key.startswith(b"__")]  # __keys__ and __len__ describe the LMDB
+            if records and _unpickled(path, records[0]):
+                entries += ((split, path, key, _record(path, key)[1], read_pickled) for key in records)
                 continue
             for key in keys:
                 try:
@@ -66,9 +71,33 @@ def _pairs(keys):
     return pairs
 
 
+def _unpickled(path, key):
+    """Return (image file, label) of a record that is a pickled tuple of both, or None for any other record."""
+    try:
+        image, label = arrays.Unpickler(io.BytesIO(lmdb.read_value(path, key)), encoding="bytes").load()
+    except UsageError:
+        raise
+    except Exception:  # a damaged pickle can raise any exception
+        return None
+    return (image, label) if isinstance(image, bytes) and type(label) in (int, str) else None
+
+
+def _record(path, key):
+    record = _unpickled(path, key)
+    if record is None:
+        raise UsageError(f"{path}: record {_text(key)} is not a pickled image file with a label; write it again")
+    return record
+
+
 def _label(path, key):
     text = lmdb.read_value(path, key).decode(errors="replace").strip()
     return int(text) if text.isdecimal() else text
+
+
+def read_pickled(path: str, key: bytes) -> bytes:
+    """Return the image file in a record that is a pickled tuple of an image file and its label. Raise UsageError for
+    any other record."""
+    return _record(path, key)[0]
 
 
 def read_image(path: str, key: bytes) -> bytes:

@@ -4,6 +4,7 @@ import itertools
 import os
 from collections import defaultdict
 
+from paddle_resnet.data.classes import warn_of_background
 from paddle_resnet.data.image_search import SUFFIXES, walk
 from paddle_resnet.data.images import Image
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
@@ -93,6 +94,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     if len({*ordered}) < len(ordered):
         repeated = next(name for name, following in itertools.pairwise(ordered) if name == following)
         raise UsageError(f"{source}: several folders form the class name {repeated}; rename one of them")
+    warn_of_background(source, map("/".join, classes["train"]))
     number_of = {name: label for label, name in enumerate(ordered)}
     label_of = {parts: number_of[name] for parts, name in names.items()}
     return {

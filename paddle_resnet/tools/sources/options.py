@@ -14,7 +14,7 @@ class Options:
         val: fraction of each class that goes to val/ if the source has no validation images. If `val` is None, the
             fraction is DEFAULT_VAL, and ImageNet is not divided.
         image_column, label_column, split_column: names of columns in a table or Parquet file (the split: only in a
-            table) or of features in a TFRecord, or None to detect them. For CIFAR-100, label_column is
+            table, also of pixels) or of features in a TFRecord, or None to detect them. For CIFAR-100, label_column is
             "coarse_labels" or "fine_labels" (default). For tar shards, label_column is a key of the objects in
             KEY.json, or one of the extensions "cls" and "txt".
         delimiter: text between the columns of a table, or None to detect it.

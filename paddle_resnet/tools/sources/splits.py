@@ -3,9 +3,10 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from paddle_resnet.data.images import Image
 from paddle_resnet.data.split_names import split_of
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils import logger
@@ -94,6 +95,31 @@ def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
         found.setdefault("val", test)
         logger.info(f"{source}: {counted(len(test), 'test image')} {used}")
     return {split: found[split] for split in ("train", "val") if split in found}
+
+
+def check_validation(source: str, found: dict[str, list[Image]], names: Sequence[str] | None) -> None:
+    """Raise UsageError if a class with validation images has no training images. `names` are the class names in label
+    order, or None."""
+    trained = {image.label for image in found["train"]}
+    if unknown := sorted({image.label for image in found.get("val", [])} - trained):
+        shown = ", ".join(names[label] if names else str(label) for label in unknown[:5])
+        raise UsageError(
+            f"{source}: has {counted(len(unknown), 'class', 'classes')} with validation images, but without training "
+            f"images ({shown}); add training images, or remove these validation images"
+        )
+
+
+def warn_of_case(labels: Iterable[str]) -> None:
+    """Log a warning if labels differ only in case."""
+    first = {}
+    for label in sorted(labels):
+        other = first.setdefault(label.casefold(), label)
+        if other != label:
+            logger.warn(
+                f"the labels {other} and {label} differ only in case, but are different classes; if they are one "
+                "class, use one spelling"
+            )
+            return
 
 
 def numbered(source, labels, names, place, from_one=False, flag=None):

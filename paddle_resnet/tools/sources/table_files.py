@@ -17,6 +17,7 @@ from paddle_resnet.data import image_search, record_tables, sniffer
 from paddle_resnet.data.images import readable
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources.options import Options
+from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted, json_problem
 from paddle_resnet.utils.files import open_regular
 
@@ -79,6 +80,26 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
         else:
             rows += _list(path, folder, split, images, options)
     return rows
+
+
+def with_splits(root: str, rows: list[Row]) -> list[Row]:
+    """If no row has a split, and the folder `root` contains list_eval_partition.txt or .csv, as CelebA, return the rows
+    with the splits in this file: 0 or train, 1 or val, 2 or test. Otherwise, return the rows."""
+    paths = [os.path.join(root, f"{sniffer.PARTITION}{suffix}") for suffix in (".txt", ".csv")]
+    path = next(filter(os.path.isfile, paths), None)
+    if path is None or any(row.split for row in rows):
+        return rows
+    split_in, values = {}, {"0": "train", "1": "val", "2": "test", **SPLIT_OF}
+    for number, line in enumerate(read_lines(path), 1):
+        cells = re.split(r"[\s,]+", line.strip())
+        if len(cells) == 2 and cells[1].lower() in values:
+            split_in[cells[0]] = values[cells[1].lower()]
+        elif split_in or number > 2:  # the number of images and the names of the columns may come first
+            raise UsageError(f"{path}: line {number} is not an image and 0, 1 or 2; download the file again")
+    if missing := [row for row in rows if row.image not in split_in]:
+        raise UsageError(f"{missing[0].place}: {missing[0].image} is not in {path}; add it, or remove {path}")
+    logger.info(f"{path}: contains the splits")
+    return [Row(row.image, row.label, split_in[row.image], row.place, row.folder) for row in rows]
 
 
 def _has_header(path, folder, images, options):

@@ -20,6 +20,7 @@ from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, log_once
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
 from paddle_resnet.tools.sources import image_files, official, table_files, table_sets
 from paddle_resnet.tools.sources.options import Options
+from paddle_resnet.tools.sources.splits import check_validation, warn_of_case
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, Row
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -52,7 +53,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     )
     if not rows:
         raise UsageError(f"{source}: contains no rows with images; choose a different table")
-    rows = _chosen(source, rows)
+    rows = _chosen(source, table_files.with_splits(root, rows))
     paths = _found(root, rows, images, options.allow_partial)
     rows = [row for row, path in zip(rows, paths, strict=True) if path is not None]
     if not rows:
@@ -65,7 +66,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         splits[row.split].append(image_files.image(root, path, label))
     if "train" not in splits:
         raise UsageError(f"{source}: contains no training images; import the table of the training images")
-    _check_validation(source, splits, names)
+    check_validation(source, splits, names)
     return {split: splits[split] for split in ("train", "val") if split in splits}, names
 
 
@@ -89,16 +90,6 @@ def _names_of(root, rows, tables):
         shown = " and ".join(map(os.path.basename, found.values()))
         raise UsageError(f"{root}: {shown} contain different class names; keep one of them")
     return next(((path, [*names], first) for (names, first), path in found.items()), None)
-
-
-def _check_validation(source, splits, names):
-    trained = {image.label for image in splits["train"]}
-    if unknown := sorted({image.label for image in splits.get("val", [])} - trained):
-        shown = ", ".join(names[label] if names else str(label) for label in unknown[:5])
-        raise UsageError(
-            f"{source}: has {counted(len(unknown), 'class', 'classes')} with validation images, but without training "
-            f"images ({shown}); add training images, or remove these rows"
-        )
 
 
 def _chosen(source, rows):
@@ -224,15 +215,7 @@ def _check_several(rows):
                     f"{row.place}: has several labels ({row.label[:50]}); an import has one label per image, so keep "
                     "one, or train with --multi-label"
                 )
-    first = {}
-    for label in sorted(all_labels):
-        other = first.setdefault(label.casefold(), label)
-        if other != label:
-            logger.warn(
-                f"the labels {other} and {label} differ only in case, but are different classes; if they are one "
-                "class, use one spelling"
-            )
-            return
+    warn_of_case(all_labels)
 
 
 def _numbered_names(rows, names):
@@ -250,15 +233,9 @@ def _is_float(text):
 
 def _rows_of_folder(root, images, options):
     """Return ([Row], result of classes.label_names or None) of the tables in a folder."""
-    there = {name for name in os.listdir(root) if not name.startswith(".")}
-    if {"imagelabels.mat", "setid.mat"} <= there:
-        return official.flowers(root), None
-    if {"images.txt", "image_class_labels.txt"} <= there:
-        return official.cub(root)
-    if os.path.isfile(os.path.join(root, "annotations", "trainval.txt")):
-        return official.pets(root)
-    if os.path.isfile(os.path.join(root, "val", "val_annotations.txt")):
-        return official.tiny_imagenet(root), None
+    for files, read_rows in official.DATA_SETS:
+        if all(os.path.isfile(os.path.join(root, file)) for file in files):
+            return read_rows(root)
     if food := official.food(root):
         return food, None
     tables = _tables(root, images, options)

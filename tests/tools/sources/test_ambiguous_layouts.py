@@ -113,6 +113,38 @@ def test_one_of_several_attributes_is_imported(tmp_path):
         assert {(color_of(data), label) for data, label in map(read_image, images)} == {(0, 0), (1, 1), (2, 1), (3, 1)}
 
 
+@pytest.mark.parametrize("name", ["CelebA", "CelebA of Kaggle"])
+def test_official_splits_of_celeba(tmp_path, capsys, name):
+    root = tmp_path / "x"
+    SEVERAL[name][0](root)
+    files = [f"{file}.jpg" for _, file in items("train")]
+    parts = [min(2, max(0, i - 10) // 4) for i in range(20)]  # 14 training, 4 validation and 2 test images
+    lines = [f"{file} {part}\n" for file, part in zip(files, parts, strict=True)]
+    text = "image_id,partition\n" + "".join(lines).replace(" ", ",") if "Kaggle" in name else "".join(lines)
+    path = root / f"list_eval_partition{'.csv' if 'Kaggle' in name else '.txt'}"
+    put(path, text)
+    message = error_of_training(root)
+    assert f"{path.name} contains the splits" in message
+    obey(message)
+    for mode, part in zip(Mode, (0, 1), strict=True):
+        images = DataRoot(f"{root}_imported").images(mode)[1]
+        expected = sorted(
+            image(k, int(file[:3])) for (k, file), own in zip(items("train"), parts, strict=True) if own == part
+        )
+        assert sorted(read_image(each)[0] for each in images) == expected
+    log = capsys.readouterr()
+    assert "2 test images left out" in log.out + log.err
+    table = root / ("list_attr_celeba" + path.suffix)
+    for bad, problem in (
+        (text.replace(f"{files[3]} 0\n", "").replace(f"{files[3]},0\n", ""), f"{files[3]} is not in {path}; add it"),
+        (f"{text}x.jpg 7\n", "is not an image and 0, 1 or 2; download the file again"),
+    ):
+        put(path, bad)
+        assert problem in error_of_import(table, capsys, "--label-column", "Male")
+    path.unlink()  # obey the first message
+    assert sources.read(table, options=Options(label_column="Male"))[1]["train"]
+
+
 def test_class_names_that_consist_of_other_class_names(tmp_path):
     combined(" ")(tmp_path / "x")
     message = error_of_training(tmp_path / "x")
@@ -131,14 +163,14 @@ def test_labels_in_several_columns(tmp_path, capsys):
 
 
 HEADERS = (
-    f"label,{','.join(f'pixel{i}' for i in range(64))}",
-    "emotion,pixels,Usage",
+    f"label,{','.join(f'pixel{i}' for i in range(65))}",
+    "pixels",
     ",".join(f"1x{i}" for i in range(28)),
 )
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_tables_of_pixels_are_named(tmp_path, header):
+def test_tables_of_pixels_without_labels_or_square_images_are_named(tmp_path, header):
     put(tmp_path / "train.csv", header + "\n" + ",".join("0" * (header.count(",") + 1)) + "\n")
     what = "it contains train.csv: tables of pixels; this format cannot be read: write each image to the folder of"
     assert what in error_of_training(tmp_path)

@@ -1,6 +1,7 @@
 """LMDBs of Caffe with image files or with pixels."""
 
 import io
+import pickle
 
 import lmdb
 import numpy as np
@@ -138,6 +139,51 @@ def test_pairs_of_image_and_label(tmp_path, label, names):
         numbers, images = DataRoot(imported).images(mode)
         assert (numbers.classes, len(images)) == (names, 12)
         assert colors_match(images)
+
+
+@pytest.mark.parametrize(("label", "names"), [(int, None), ("abcd".__getitem__, ["a", "b", "c", "d"])])
+def test_pickled_tuples(tmp_path, label, names):
+    def records(number, k, data):
+        about = {"__keys__": [f"x{i:08d}".encode() for i in range(12)], "__len__": 12}
+        return [
+            (f"x{number:08d}", pickle.dumps((data, label(k)))),
+            *((key, pickle.dumps(value)) for key, value in about.items()),
+        ]
+
+    write_records(tmp_path / "x", records)
+    imported = obey(error_of_training(tmp_path / "x"))
+    for mode in Mode:
+        numbers, images = DataRoot(imported).images(mode)
+        assert (numbers.classes, len(images)) == (names, 12)
+        assert colors_match(images)
+
+
+class Reference:
+    """Is pickled as a reference to a harmless function, which the reader must not call."""
+
+    called = False
+
+    def __reduce__(self):
+        return (_call, ())
+
+
+def _call():
+    Reference.called = True
+    return b"", 0
+
+
+@pytest.mark.parametrize("value", [Reference(), (b"x", 1.5), (b"x", 1, 2), {"image": b"x"}, ("x", 1)])
+def test_other_pickles_are_named_and_run_no_code(tmp_path, capsys, value):
+    write_records(tmp_path / "x", lambda number, k, data: [(f"{number:08d}", pickle.dumps(value))])
+    assert "train: has the keys 00000000, 00000001, 00000002, whose records are" in error_of_import(
+        tmp_path / "x", capsys
+    )
+    write_records(
+        tmp_path / "y", lambda number, k, data: [(f"{number:08d}", pickle.dumps((data, k) if number < 5 else value))]
+    )
+    error = error_of_import(tmp_path / "y", capsys)
+    assert "train: record 00000005 is not a pickled image file with a label; write it again" in error
+    assert not Reference.called
 
 
 def test_records_of_other_programs_are_named(tmp_path, capsys):

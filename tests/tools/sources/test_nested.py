@@ -1,12 +1,17 @@
 """Class folders in other folders."""
 
+import shutil
+
 import pytest
+from data_files import open_split
 
 from layouts import color_of, colors_match, error_of_import, image, obeyed_remedy, put
 from paddle_resnet import dataset
 from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 COUNTS = {"train": 20, "val": 8}
@@ -14,7 +19,7 @@ FOLDERS = ["animal/cat", "animal/dog", "plant/rose", "tool"]  # sorted
 
 
 def write(root, folder, splits=("train", "val")):
-    for split, count, first in zip(splits, (5, 2), (0, 100), strict=True):
+    for split, count, first in zip(splits, (5, 2), (0, 100), strict=False):
         for i in range(first, first + count):
             for k in range(4):
                 put(root / folder(split, k) / f"{i}.jpg", image(k, i))
@@ -73,6 +78,44 @@ def test_links_to_folders_above_are_not_followed(tmp_path):
     write(tmp_path, LAYOUTS["two levels"][0])
     (tmp_path / "train/a/c0/loop").symlink_to(tmp_path / "train")
     assert len(sources.read(tmp_path, "nested")[1]["train"]) == 20
+
+
+@pytest.mark.parametrize("start", ["SUN397", "{}"])
+def test_error_of_training_contains_depth_of_classes_at_different_depths(tmp_path, capsys, start):
+    """SUN397 without its folder Partitions; and with splits."""
+    places = ["a/abbey", "b/arch/indoor", "b/arch/outdoor", "c/market/outdoor"]
+    splits = ("train", "val") if start == "{}" else ("train",)
+    write(tmp_path / "x", lambda split, k: f"{start.format(split)}/{places[k]}", splits)
+    counts = COUNTS if start == "{}" else {"train": 16, "val": 4}
+    what = "one level too deep" if start == "{}" else "images in nested folders"
+    names, _ = obeyed_remedy(tmp_path / "x", f"{what}; run `", counts, capsys)
+    assert names == [place.replace("/", "_") for place in places]
+
+
+@pytest.mark.parametrize("name", ["BACKGROUND_Google", "257.clutter"])
+def test_images_of_no_class_are_reported(tmp_path, capsys, name):
+    """Folders of Caltech-101 and Caltech-256."""
+    names = ["Faces", "ant", "crab", name] if name[0] == "B" else ["001.ak47", "002.flag", "003.bat", name]
+    warning = f"x: {name} is used as a class, but contains images of none of the classes in Caltech-101 and Caltech-256"
+    write(tmp_path / "x", lambda split, k: f"data/{names[k]}", ("train",))
+    shutil.copytree(tmp_path / "x/data", tmp_path / "trained/x/train")
+    commands = (
+        ["import", str(tmp_path / "x"), "--output", str(tmp_path / "imported")],
+        ["split", str(tmp_path / "x/data"), "--output", str(tmp_path / "split")],
+    )
+    for is_removed in (False, True):
+        for command in commands:
+            shutil.rmtree(command[-1], ignore_errors=True)
+            assert dataset.main(command) == 0
+            has_warning = (
+                warning.replace("x: ", "data: " if command[0] == "split" else "x: ") in capsys.readouterr().err
+            )
+            assert has_warning != is_removed
+            assert len(DataRoot(command[-1]).images(Mode.TRAIN)[0].classes) == 4 - is_removed
+        open_split(str(tmp_path / "trained/x"), "auto", Mode.TRAIN, None, 0)
+        assert (f"--image-root {tmp_path}/trained/{warning}" in capsys.readouterr().err) != is_removed
+        for folder in (tmp_path / "x/data", tmp_path / "trained/x/train"):  # obey the warning
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 BAD = {

@@ -1,0 +1,211 @@
+"""Tables of pixels: FER2013, and data sets like MNIST. Each remedy is obeyed; labels and pixels are compared."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from layouts import error_of_import, error_of_training, obey, put
+from paddle_resnet import dataset
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import sources
+from paddle_resnet.tools.sources import Options
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
+
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+ORDER = (2, 0, 3, 1)
+FIRST = {"train": (0, 5), "val": (50, 2), "test": (90, 1)}  # {split: (seed of the first images, images per class)}
+
+
+def pictures(split, side=8):
+    """Return [(label, pixels [side, side])] of a split. The brightness of the images is 60 * label + noise."""
+    first, count = FIRST[split]
+    noise = np.random.RandomState
+    return [
+        (k, 60 * k + noise(10 * i + k).randint(0, 60, (side, side))) for i in range(first, first + count) for k in ORDER
+    ]
+
+
+def write(path, header, rows):
+    put(path, "".join(f"{line}\n" for line in (*header, *rows)))
+
+
+def columns(pixels):
+    return ",".join(map(str, pixels.ravel()))
+
+
+def fer2013(root, pixels=" pixels", file="fer2013.csv"):
+    usage = {"train": "Training", "val": "PublicTest", "test": "PrivateTest"}
+    rows = [
+        f"{k},{' '.join(map(str, image.ravel()))},{usage[split]}" for split in usage for k, image in pictures(split, 48)
+    ]
+    write(root / file, [f"emotion,{pixels},Usage"], rows)
+
+
+def digits(root):
+    header = "label," + ",".join(f"pixel{i}" for i in range(64))
+    write(root / "train.csv", [header], (f"{k},{columns(image)}" for k, image in pictures("train")))
+    write(root / "test.csv", [header[6:]], (columns(image) for _, image in pictures("val")))
+    put(root / "sample_submission.csv", "ImageId,Label\n1,0\n")
+
+
+def signs(root, folder=""):
+    """Kaggle's download contains each table twice."""
+    for copy in ("", *(("sign_mnist_{}/",) if folder else ())):
+        for split, name in (("train", "train"), ("val", "test")):
+            header = "label," + ",".join(f"pixel{i}" for i in range(1, 65))
+            path = root / f"{copy.format(name)}sign_mnist_{name}.csv"
+            write(path, [header], (f"{k},{columns(image)}" for k, image in pictures(split)))
+
+
+def no_header(name="mnist", transpose=False):
+    def build(root):
+        for split, end in (("train", "train"), ("val", "test")):
+            rows = (f"{k},{columns(image.T if transpose else image)}" for k, image in pictures(split))
+            write(root / f"{name}_{end}.csv", [], rows)
+
+    return build
+
+
+def label_at_the_end(root):
+    header = ",".join(f"{i}x{j}" for i in range(8) for j in range(8)) + ",label"
+    write(root / "hmnist_8_8_L.csv", [header], (f"{columns(image)},{k}" for k, image in pictures("train")))
+
+
+def texts(root):
+    header = "class," + ",".join(map(str, range(64)))
+    write(root / "a/letters.csv", [header], (f"{'abcd'[k]},{columns(image)}" for k, image in pictures("train")))
+
+
+# {name: (function that writes the tables, side of the images, splits in the order of Mode or None for a random split,
+# class names)}
+LAYOUTS = {
+    "FER2013": (fer2013, 48, ("train", "val"), None),
+    "digit-recognizer": (digits, 8, None, None),
+    "sign-language-MNIST": (lambda root: signs(root, "x"), 8, ("train", "val"), None),
+    "no names of columns": (no_header(), 8, ("train", "val"), None),
+    "EMNIST": (no_header("emnist-letters", True), 8, ("train", "val"), None),
+    "label at the end": (label_at_the_end, 8, None, None),
+    "labels as text": (texts, 8, None, ["a", "b", "c", "d"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_error_of_training_contains_remedy(tmp_path, capsys, name):
+    build, side, given, names = LAYOUTS[name]
+    build(tmp_path / "x")
+    message = error_of_training(tmp_path / "x")
+    assert ": tables of pixels; run `" in message
+    assert dataset.main(["import", str(tmp_path / "x"), "--list"]) == 0
+    assert ": tables of pixels; run `" in capsys.readouterr().out
+    imported = obey(message)
+    log = capsys.readouterr()
+    if name == "FER2013":
+        assert "fer2013.csv: PublicTest is the validation split, PrivateTest the test split" in log.out + log.err
+        assert "4 test images left out, because there are validation images" in log.out + log.err
+    if name == "digit-recognizer":
+        assert "test.csv left out, because there are no labels" in log.out + log.err
+    found = []
+    for mode in Mode:
+        numbers, images = DataRoot(imported).images(mode)
+        assert numbers.classes == names
+        found.append(set())
+        for each in images:
+            data, label = read_image(each)
+            with Image.open(io.BytesIO(data)) as picture:
+                assert (picture.format, picture.mode, picture.size) == ("PNG", "L", (side, side))
+                found[-1].add((label, np.asarray(picture).tobytes()))
+    expected = [
+        {(k, image.astype(np.uint8).tobytes()) for k, image in pictures(split, side)} for split in given or ["train"]
+    ]
+    assert (found if given else [found[0] | found[1]]) == expected
+    assert [*map(len, found)] == ([20, 8] if given else [16, 4])
+
+
+def test_single_table_and_table_of_the_other_split(tmp_path, capsys):
+    signs(tmp_path)
+    assert dataset.main(["import", str(tmp_path / "sign_mnist_train.csv"), "--output", str(tmp_path / "x")]) == 0
+    assert f"{tmp_path}/x: 20 train and 8 val images" in capsys.readouterr().out
+
+
+def test_several_tables_of_a_split(tmp_path, capsys):
+    no_header("emnist-letters", True)(tmp_path / "x")
+    no_header("emnist-digits", True)(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "contains several tables (" in error and "import one of them, such as `" in error
+    obey(error)
+    assert len(DataRoot(tmp_path / "x/emnist-digits_train_imported").images(Mode.TRAIN)[1]) == 20
+
+
+def test_columns_are_chosen_by_flags(tmp_path, capsys):
+    fer2013(tmp_path / "x", file="age_gender.csv")
+    path = tmp_path / "x/age_gender.csv"
+    put(path, path.read_text().replace("emotion", "age").replace("Usage", "gender"))
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "age_gender.csv: the columns age, gender are all candidates for --label-column; set one of them" in error
+    assert set(sources.read(path, options=Options(label_column="gender"))[2]) == {
+        "PrivateTest",
+        "PublicTest",
+        "Training",
+    }
+    with pytest.raises(UsageError, match="--label-column x: .* has the columns age, gender; choose one of them"):
+        sources.read(path, options=Options(label_column="x"))
+    splits = sources.read(path, options=Options(label_column="age", split_column="gender"))[1]
+    assert {split: len(images) for split, images in splits.items()} == {"train": 20, "val": 8}
+
+
+# {name: (function that changes the text of the table, message)}
+BAD = {
+    "few values": (lambda text: text.replace(" 7 7 7,", " 7 7,"), "line 3 has 2303 pixels instead of 2304; correct or"),
+    "many values": (lambda text: text.replace(" 7 7 7,", " 7 7 7 7,"), "line 3 has 2305 pixels instead of 2304"),
+    "too large": (
+        lambda text: text.replace(" 7 7 7,", " 7 256 7,"),
+        "line 3: '256' is not a whole number from 0 to 255",
+    ),
+    "negative": (lambda text: text.replace(" 7 7 7,", " 7 -1 7,"), "line 3: '-1' is not a whole number from 0 to 255"),
+    "fraction": (lambda text: text.replace(" 7 7 7,", " 7 0.5 7,"), "line 3: '0.5' is not a whole number from 0 to"),
+    "text": (lambda text: text.replace(" 7 7 7,", " 7 x 7,"), "line 3: 'x' is not a whole number from 0 to 255; corr"),
+    "columns": (
+        lambda text: text.replace(" 7 7 7,", " 7 7 7,,"),
+        "line 3 has 4 columns instead of 3; correct or remove",
+    ),
+    "split": (
+        lambda text: text.replace("7 7 7,Training", "7 7 7,Tests"),
+        "line 3: 'tests' is not a split; write train",
+    ),
+    "label": (lambda text: text.replace("\n1,7 7 7", "\n-1,7 7 7"), "line 3: label -1 is not a class; correct it, or"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named(tmp_path, capsys, name):
+    change, message = BAD[name]
+    path = tmp_path / "x/fer2013.csv"
+    fer2013(tmp_path / "x")
+    header, first, _, *lines = path.read_text().splitlines()
+    text = "\n".join((header, first, f"1,{' '.join(['7'] * 2304)},Training", *lines))
+    put(path, text)
+    assert sources.read(path)[1]["train"]
+    put(path, change(text))
+    assert f"{path}: {message}" in error_of_import(tmp_path / "x", capsys).replace(f"{path} ", f"{path}: ")
+
+
+def test_table_without_rows(tmp_path, capsys):
+    put(tmp_path / "x/a.csv", "label,pixels\n")
+    assert "contains no training images; import the folder that contains them" in error_of_import(
+        tmp_path / "x", capsys
+    )
+
+
+def test_images_that_are_not_square_or_gray(tmp_path, capsys):
+    put(tmp_path / "x/a.csv", "label,pixels\n" + f"0,{'1 ' * 192}\n" * 3)
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "a.csv: line 2 has 192 pixels, which are not a gray square image; this format cannot be read: write" in error
+    header = "label," + ",".join(f"pixel{i}" for i in range(192))
+    put(tmp_path / "y/train.csv", header + "\n" + ",".join("0" * 193) + "\n")
+    assert "tables of pixels; this format cannot be read: write each image to the folder of" in error_of_training(
+        tmp_path / "y"
+    )
