@@ -58,9 +58,9 @@ def measure(image_root: str, data_format: str) -> None:
     flags += ["--crop-size", "32", "--dali-num-threads", "2"]
     args = config.parse_args(flags)
     resolution.resolve_device(args)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
     imported = perf_counter()
-    resolution.resolve_classes(args, Mode.TRAIN)
+    args.apply(resolution.Classes, Mode.TRAIN)
     loader = dali.build_dataloader(args, Mode.TRAIN)
     batches = 0
     first = None

@@ -8,7 +8,7 @@ afterwards. A run with --epochs and --warmup-epochs set to the chosen numbers th
 import bisect
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,8 @@ from paddle_resnet import dali, program, recipe
 from paddle_resnet.checkpoints import folders, saver, variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers import schedules
-from paddle_resnet.settings import durations, values
+from paddle_resnet.settings import durations
+from paddle_resnet.settings.field import about
 from paddle_resnet.settings.groups import start
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import logger, progress
@@ -59,10 +60,14 @@ class Times(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(durations.Settings, start.Settings):
-    """The flags that determine whether a run chooses its number of epochs."""
+class Options(schedules.Options, start.Settings):
+    """The flags that determine whether and how a run chooses its number of epochs."""
 
     benchmark: bool
+    checkpoint_commit: str
+    model_arch_name: str
+    output_dir: str
+    has_explicit_warmup: bool = about("is_explicit", "warmup_epochs")
 
 
 def is_needed(options: Options, checkpoint: "StartCheckpoint | None") -> bool:
@@ -88,24 +93,24 @@ def is_needed(options: Options, checkpoint: "StartCheckpoint | None") -> bool:
     return False
 
 
-def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluation: Any) -> values.Settings:
+def choose(options: Options, exe: "static.Executor", training: Any, evaluation: Any) -> dict[str, dict[str, int]]:
     """Choose --epochs and, unless it is explicit, --warmup-epochs, and adapt the learning-rate schedule. The programs
     are not changed, because they do not depend on --epochs or --warmup-epochs. Rank 0 chooses for all processes.
 
     Args:
-        args: flags of the run.
+        options: flags of the run.
         exe: Executor for all programs.
         training, evaluation: phases.Work with compiled programs; `evaluation` is None if the run does not evaluate.
     Returns:
-        flags with the chosen values, frozen.
+        {reason: {name of a flag: chosen value}}.
     Raises:
         UsageError: the run would end before its last stage (--sizes, --unfreeze-at) begins, or the checkpoint folder
             cannot be written.
         the errors of dali.build_dataloader and program.run.
     """
     progress.phase("measurement for --budget-minutes")
-    schedule, budget_s = training.lr_scheduler, 60 * args.budget_minutes
-    timeline, length = schedule.timeline, args.part(durations.Settings)
+    minutes, schedule = options.budget_minutes, training.lr_scheduler
+    budget_s, timeline = 60 * minutes, schedule.timeline
     works = [training, *(work for _, work in training.later)]
     with logger.only_warnings():
         seconds = MEASURED * budget_s / len(works)
@@ -114,20 +119,20 @@ def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluat
         stages[0] = stages[0]._replace(start_s=0)  # this stage has already started
         evaluation_s = _measure_evaluation(exe, evaluation, SLOW_EVALUATION * budget_s)
 
-    folder = folders.run_folder(args.output_dir, args.model_arch_name)
+    folder = folders.run_folder(options.output_dir, options.model_arch_name)
 
     def plan():
-        times = Times(stages, evaluation_s, _measure_checkpoint(folder, args.checkpoint_commit, training.program))
+        times = Times(stages, evaluation_s, _measure_checkpoint(folder, options.checkpoint_commit, training.program))
         start_s, last = logger.elapsed_s(), timeline.parts[-1].first_epoch
-        epochs = epochs_within(length, budget_s - start_s, timeline, times)
+        epochs = epochs_within(options, budget_s - start_s, timeline, times)
         if epochs <= last:
-            enough_s = (1 + TOLERANCE) * (start_s + duration_s(length, last + 1, timeline, times))
+            enough_s = (1 + TOLERANCE) * (start_s + duration_s(options, last + 1, timeline, times))
             raise UsageError(
-                f"--budget-minutes {args.budget_minutes:g}: ends after {counted(epochs, 'epoch')}, but the last stage "
+                f"--budget-minutes {minutes:g}: ends after {counted(epochs, 'epoch')}, but the last stage "
                 f"(--sizes, --unfreeze-at) begins in epoch {last}; use an earlier epoch, or --budget-minutes "
                 f"{math.ceil(enough_s / 60)}"
             )
-        return epochs, start_s, start_s + duration_s(length, epochs, timeline, times), times
+        return epochs, start_s, start_s + duration_s(options, epochs, timeline, times), times
 
     epochs, start_s, end_s, (stages, evaluation_s, (copy_s, write_s)) = exchange.from_rank_0(plan)
     parts = [
@@ -137,13 +142,13 @@ def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluat
     ]
     parts += [f"evaluation {evaluation_s:.3g} s"] if evaluation else []
     parts += [f"copy of a checkpoint {copy_s:.3g} s, writing it in the background {write_s:.3g} s"]
-    reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}"
-    chosen = args.copy()
-    chosen.choose(reason, epochs=epochs)
-    if not args.is_explicit("warmup_epochs"):
-        chosen.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
-    chosen.finalize()
-    schedule.adopt(schedules.build_lr_scheduler(chosen.part(schedules.Options), timeline))
+    reason = f"--budget-minutes {minutes:g}, {', '.join(parts)}"
+    chosen = {reason: {"epochs": epochs}}
+    if not options.has_explicit_warmup:
+        chosen[counted(epochs, "epoch")] = {"warmup_epochs": recipe.warmup_epochs(epochs)}
+    for flags in chosen.values():
+        options = replace(options, **flags)
+    schedule.adopt(schedules.build_lr_scheduler(options, timeline))
     ends = (
         f"the run of {counted(epochs, 'epoch')} ends after about {end_s / 60:.3g} minutes, of which "
         f"{start_s / 60:.3g} have passed"
@@ -151,7 +156,7 @@ def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluat
     logger.info(f"--epochs {epochs}: chosen for {reason}; {ends}")
     if abs(end_s - budget_s) > TOLERANCE * budget_s:
         logger.warn(
-            f"--budget-minutes {args.budget_minutes:g}: {ends}, and no other number of epochs is closer; "
+            f"--budget-minutes {minutes:g}: {ends}, and no other number of epochs is closer; "
             "change the budget, or use --epochs"
         )
     return chosen

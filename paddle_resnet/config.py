@@ -8,6 +8,7 @@ import sys
 
 from paddle_resnet.settings import config_file, parsing, validation, values
 from paddle_resnet.settings.declarations import DEFAULTS, PARSER
+from paddle_resnet.settings.groups import start
 from paddle_resnet.utils import exit_codes
 from paddle_resnet.utils.command_line import Parser
 
@@ -33,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> values.Settings:
     origins = dict.fromkeys(of_file, f"file {path}") | dict.fromkeys(of_line, "command line")
     settings = parsing.make_settings(of_file | of_line, origins)
     validation.drop_unused(settings)
-    validation.check_command(settings)
+    validation.check(settings, validation.of_command(settings.part(start.Settings)))
     return settings
 
 

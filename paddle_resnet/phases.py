@@ -96,23 +96,24 @@ class Run:
         settings, trains = self.settings, self.settings.run_scope.trains
         agreement.check_start(settings.as_entry())
         recipe.choose(settings)
-        restore.resolve_network(settings)
-        self.checkpoint = restore.find(settings)
+        settings.apply(restore.Network)
+        self.checkpoint, pretrained = restore.find(settings.part(restore.Options))
+        settings.replace(from_pretrained_params=pretrained)
         restore.inherit_flags(settings, self.checkpoint)
         progress.phase("kernel compilation")
-        resolution.resolve_layout(settings)
-        resolution.resolve_loader(settings)
+        settings.apply(resolution.Layout)
+        settings.apply(resolution.Loader)
         for warning in validation.warnings(settings):
             logger.warn(warning)
-        resolution.resolve_kernels(settings)
-        resolution.resolve_classes(settings, Mode.TRAIN if trains else Mode.EVAL)
+        settings.apply(resolution.Kernels)
+        settings.apply(resolution.Classes, Mode.TRAIN if trains else Mode.EVAL)
         if settings.report_file is None:
             name = run_report.default_name(settings.run_scope, settings.benchmark)
             settings.resolve("--output-dir", report_file=str(self.folder / name))
         self._must_choose_epochs()  # raises an error if the run cannot choose its epochs
         if trains:
             if settings.teacher is not None:
-                settings.set(settings.origin("teacher"), teacher=teachers.resolve(settings.teacher))
+                settings.replace(teacher=teachers.resolve(settings.teacher))
             teachers.check_resumed(self.checkpoint, teachers.find(settings.as_dict()))
         settings.finalize()
         if trains and not settings.benchmark:
@@ -336,8 +337,7 @@ class Run:
         agreement.check_work(self.settings.kernels, *loaders, main.program)
         fused = fused_operators(self.settings.device, main.compiled)
         if self._must_choose_epochs() and not self.settings.dry_run:
-            self.settings = budget.choose(self.settings, self.exe, self.training, self.evaluation)
-            self._update_stages()
+            self._choose_epochs()
         if self.training and not self.settings.benchmark:
             _warn_of_bn_momentum(self.settings.part(BnOptions), self.training)
         if self.settings.show_config:
@@ -349,9 +349,15 @@ class Run:
     def _must_choose_epochs(self):
         return budget.is_needed(self.settings.part(budget.Options), self.checkpoint)
 
-    def _update_stages(self):
-        """Give the stages of a run that begins in epoch 0 the chosen number of epochs, on which neither the programs
-        nor the other flags of the stages depend."""
+    def _choose_epochs(self):
+        """Choose the epochs of a run that begins in epoch 0, and give its stages the chosen number of epochs, on which
+        neither the programs nor the other flags of the stages depend."""
+        settings = self.settings.copy()
+        chosen = budget.choose(settings.part(budget.Options), self.exe, self.training, self.evaluation)
+        for reason, flags in chosen.items():
+            settings.choose(reason, **flags)
+        settings.finalize()
+        self.settings = settings
         first, *later = [self.settings.stage(stage.changes) for stage in self._stages()]
         works = [
             (epoch, work._replace(settings=of_stage))

@@ -19,7 +19,7 @@ def import_paddle(args: Settings) -> None:
     """
     check_environment()
     logger.setup(rank=rank())
-    args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
+    args.replace(model_arch_name=registered_name(args.model_arch_name))
     # With several processes, --image-root is checked when the data set is first read.
     if args.data_format != "synthetic" and world_size() == 1:
         layout.check_root(args.image_root)

@@ -336,7 +336,7 @@ def parse():
         if args.kernels == "auto":  # test Paddle's kernels unless the test chooses the custom kernels
             args.resolve("machine", kernels="paddle")
         resolution.resolve_device(args)
-        resolution.resolve_loader(args)
+        args.apply(resolution.Loader)
         if processes.world_size() == 1:
             program.start_fleet(args)
         return args
@@ -568,14 +568,13 @@ def fake(monkeypatch):
         FakeGraph.recording.executor, FakeGraph.recording.step = self, args
         return []
 
-    def resolve_kernels(args):
-        requested, origin = args.cuda_graph, args.origin("cuda_graph")
-        resolve(args)
-        assert not args.cuda_graph  # by default, steps are not captured on a CPU
-        args.set(origin, cuda_graph=requested)
+    def changes_of_kernels(self):
+        changes = find_changes(self)
+        assert not changes["machine"].pop("cuda_graph")  # by default, steps are not captured on a CPU
+        return changes
 
-    resolve = resolution.resolve_kernels
-    monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
+    find_changes = resolution.Kernels.changes
+    monkeypatch.setattr(resolution.Kernels, "changes", changes_of_kernels)
     monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
     monkeypatch.setattr(static.Executor, "run", capture_or_run)

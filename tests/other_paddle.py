@@ -45,7 +45,7 @@ class Run:
         models.MODELS["Speck"] = partial(ResNet, BottleneckBlock, (1,), width=2)
         self.args = config.parse_args([*TINY, "--model-arch-name", "Speck"])
         resolution.resolve_device(self.args)
-        resolution.resolve_loader(self.args)
+        self.args.apply(resolution.Loader)
         program.start_fleet(self.args)
         paddle.seed(0)
         self.main, startup, self._exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())

@@ -937,6 +937,9 @@ def test_settings_record_the_origin_of_each_value(config_file):
     assert (args.flag_value("epochs"), args.flag_value("seed")) == ((90, True), (0, False))
     args.resolve("machine", epochs=90, seed=1)  # only values that change get a new origin
     origins |= {"seed": "machine"}
+    args.replace(epochs=80, beta1=0.8)
+    assert (args.epochs, args.beta1) == (80, 0.8)
+    origins |= {"beta1": "default"}
     for copy in (args, args.copy(), args.stage({"--sizes": {"batch_size": 3}})):
         assert {name: copy.origin(name) for name in origins} == origins
     assert [settings.run is args for settings in (args, args.copy(), args.stage({}))] == [True, False, True]

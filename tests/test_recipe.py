@@ -38,7 +38,7 @@ def test_choices_are_valid_for_every_size_of_data_set(images, weights, has_gpu):
     assert 0 < s.warmup_epochs < s.epochs
     assert s.resize_short >= s.crop_size == s.image_shape[1]
     assert (s.amp, s.dali_output_fp16) == (has_gpu, has_gpu)
-    # On a CPU, resolution.resolve_layout chooses the layout.
+    # On a CPU, resolution.Layout chooses the layout.
     assert (s.data_layout, s.is_chosen("data_layout")) == (("NHWC", True) if has_gpu else ("NCHW", False))
     assert (s.from_pretrained_params is not None) == bool(weights)
     assert s.optimizer == ("AdamW" if weights else "Nesterov")

@@ -15,7 +15,7 @@ from paddle_resnet.utils.mode import Mode
 
 def resolve(args):
     resolution.resolve_device(args)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
 
 
 def test_bfloat16_on_old_gpu_is_an_error(monkeypatch, environment):
@@ -63,7 +63,7 @@ def test_steps_are_captured_with_custom_kernels_unless_they_are_traced(monkeypat
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
     args = config.parse_args(["--data-layout", "NHWC", *flags.split()])
     resolve(args)
-    resolution.resolve_kernels(args)
+    args.apply(resolution.Kernels)
     assert bool(args.cuda_graph) == (not flags)
 
 
@@ -88,7 +88,7 @@ def test_recipe_for_gpu_is_valid_on_cpu(capsys, path):
         args = config.parse_args(["--config", str(path), *flags])
         args.resolve("machine", device="cpu")  # the result of --device auto on a machine without a GPU
         resolve(args)
-        resolution.resolve_kernels(args)
+        args.apply(resolution.Kernels)
         validation.check(args)
         assert (args.amp, args.amp_level, args.scale_loss, args.use_pure_fp16) == (False, "O1", 1.0, False)
         assert args.origin("amp") == args.origin("scale_loss") == "default"
@@ -151,7 +151,7 @@ def test_default_kernels_depend_on_device_and_layout(monkeypatch, environment, d
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, index))
     args = config.parse_args(flags.split())
     resolve(args)
-    resolution.resolve_kernels(args)
+    args.apply(resolution.Kernels)
     assert (args.kernels, loaded) == (kernels, loads)
     assert bool(args.cuda_graph) == (device == "gpu" and kernels == "native")
 
@@ -175,8 +175,8 @@ def test_layout_on_cpu_is_that_of_custom_kernels_or_of_pir_programs(monkeypatch,
 
     monkeypatch.setattr(native, "load", load)
     args = config.parse_args(["--device", "cpu", *flags.split()])
-    resolution.resolve_layout(args)
-    resolution.resolve_kernels(args)
+    args.apply(resolution.Layout)
+    args.apply(resolution.Kernels)
     assert (args.data_layout, args.kernels) == expected
     message = "--kernels auto: custom kernels are unavailable (no C++ compiler (g++)); using Paddle's slower kernels"
     assert capsys.readouterr().out.count(message) == (not has_compiler)
@@ -191,7 +191,7 @@ def test_unavailable_kernels_are_replaced_unless_explicit(monkeypatch, capsys):
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
     args = config.parse_args(["--data-layout", "NHWC"])
     resolve(args)
-    resolution.resolve_kernels(args)
+    args.apply(resolution.Kernels)
     assert (args.kernels, args.cuda_graph) == ("paddle", False)
     assert "--kernels auto: custom kernels are unavailable (no compiler); using Paddle" in capsys.readouterr().out
     for layout, message in (
@@ -201,13 +201,13 @@ def test_unavailable_kernels_are_replaced_unless_explicit(monkeypatch, capsys):
         args = config.parse_args(["--kernels", "native", "--data-layout", layout])
         resolve(args)
         with pytest.raises(UsageError, match=message):
-            resolution.resolve_kernels(args)
+            args.apply(resolution.Kernels)
 
 
 def test_classes_are_counted_on_rank_0(monkeypatch):
     monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda count: 7)
     args = config.parse_args(["--image-root", "missing"])
-    resolution.resolve_classes(args, Mode.TRAIN)
+    args.apply(resolution.Classes, Mode.TRAIN)
     assert (args.num_of_class, args.origin("num_of_class")) == (7, "data")
 
 

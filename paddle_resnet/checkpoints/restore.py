@@ -27,7 +27,7 @@ from paddle_resnet.settings import inheritance, parsing, validation, values
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
 from paddle_resnet.settings.field import about
 from paddle_resnet.settings.groups import images, start
-from paddle_resnet.settings.values import FlagValue, flag_name, network_name, text
+from paddle_resnet.settings.values import Changes, FlagValue, flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
@@ -51,26 +51,44 @@ class Options(start.Settings):
     model_prefix: FlagValue = about("flag_value", "model_prefix")
 
 
-def find(args: values.Settings) -> StartCheckpoint | None:
+@dataclass(frozen=True, kw_only=True)
+class Network(Options):
+    def changes(self) -> Changes:
+        """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
+        explicit, set --model-arch-name to the network of the specified checkpoint, so that --resume searches the run
+        folder of this network.
+
+        Raises:
+            UsageError: the flags of the checkpoint cannot be read, or find() or origin() fails.
+        """
+        if not (self.resume and self.is_from_weights and self.arch is None):
+            return {}
+        first = replace(self, resume=False)
+        checkpoint, pretrained = find(first)
+        folder, meta = origin(checkpoint, replace(first, from_pretrained_params=pretrained))
+        if meta is None:
+            return {}
+        return {f"checkpoint {folder}": {"model_arch_name": recorded_flags(folder, meta, None).model_arch_name}}
+
+
+def find(options: Options) -> tuple[StartCheckpoint | None, str | None]:
     """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If no
-    checkpoint is found and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in
-    this folder.
+    checkpoint is found and --from-pretrained-params is a run folder, select a checkpoint in this folder.
 
     Rank 0 finds the checkpoint and, if it has a meta.json, verifies the checksums of all its files.
 
     Returns:
-        StartCheckpoint, or None if the run does not start from a checkpoint.
+        (StartCheckpoint, or None if the run does not start from a checkpoint; value of --from-pretrained-params, in
+        which the path of the selected checkpoint replaces that of the run folder).
     Raises:
         UsageError: the requested checkpoint does not exist, is damaged or cannot be read; its position is unknown; or
             the folder is in use by another run, or contains runs of several networks.
     """
-    options = args.part(Options)
     checkpoint = exchange.from_rank_0(lambda: _find(_search, options))
     path = options.from_pretrained_params
     if checkpoint is None and path is not None:
-        folder = exchange.from_rank_0(lambda: str(_find(folders.resolve, path, options.arch)))
-        args.set(args.origin("from_pretrained_params"), from_pretrained_params=folder)
-    return checkpoint and StartCheckpoint(**checkpoint)
+        path = exchange.from_rank_0(lambda: str(_find(folders.resolve, path, options.arch)))
+    return checkpoint and StartCheckpoint(**checkpoint), path
 
 
 def _find(search, *arguments):
@@ -283,23 +301,6 @@ def log_evaluated(folder: str | None, meta: dict[str, Any] | None) -> int:
         step = f" after {meta['step']} of {meta['steps_each_epoch']} steps" if meta and meta["step"] is not None else ""
         logger.info(f"evaluating {folder}: epoch {epoch}{step}")
     return epoch or 0
-
-
-def resolve_network(args: values.Settings) -> None:
-    """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
-    explicit, set --model-arch-name to the network of the specified checkpoint, so that --resume searches the run
-    folder of this network.
-
-    Raises:
-        UsageError: the flags of the checkpoint cannot be read, or find() or origin() fails.
-    """
-    options = args.part(Options)
-    if options.resume and options.is_from_weights and options.arch is None:
-        first = args.copy("internal", resume=False)
-        checkpoint = find(first)
-        folder, meta = origin(checkpoint, first.part(Options))
-        if meta is not None:
-            args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
 
 def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> None:

@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 from paddle_resnet.data.images import CONVERTED_SUFFIXES, IMAGE_SUFFIXES, is_system_name
 from paddle_resnet.data.split_names import split_of
@@ -90,7 +91,7 @@ def _keys(name):
     return (name, stem) if suffix.lower() in SUFFIXES else (name,)
 
 
-def walk(root: str, folder: str = "", seen: frozenset[str] = frozenset()):
+def walk(root: str, folder: str = "", seen: frozenset[str] = frozenset()) -> Iterator[str]:
     """Yield the paths, relative to root, of the files in a folder and its subfolders, sorted, without hidden files and
     system folders. `seen` contains the parent folders, because a link in the folder can lead back to a parent folder.
     """

@@ -815,11 +815,9 @@ def _outside(root, paths):
     if not images:
         return
     what = f"{len(images)} {'image' if len(images) == 1 else 'images'} outside class folders ({_some(images)})"
-    counts = Counter(
-        class_in_name.class_of(path) for path in images if split_of(os.path.dirname(path)) in (None, "train")
-    )
-    is_named = len(counts) > 1 and None not in counts and min(counts.values()) > 1
-    if is_named and not any(map(class_in_name.is_ambiguous, counts)):
+    trained = [path for path in images if split_of(os.path.dirname(path)) in (None, "train")]
+    counts = Counter(class_in_name.class_of(path) or "" for path in trained)  # "" is ambiguous
+    if len(counts) > 1 and min(counts.values()) > 1 and not any(map(class_in_name.is_ambiguous, counts)):
         names = f"{len(counts)} classes ({_some(sorted(counts))})"
         todo = f"if the class is the file name before the last number, which yields {names}, "
         todo += f"run {import_command(root, '--as', 'filename')}; otherwise, {PUT}"

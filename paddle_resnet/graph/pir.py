@@ -7,10 +7,12 @@ operators that follow read the new value.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Paddle generates most functions and attributes of PIR at run time.
+# Paddle generates most functions and attributes of PIR at run time. Values and programs of PIR are annotated as Any.
 
 import contextlib
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import paddle
 from paddle import _C_ops, _pir_ops
@@ -93,7 +95,7 @@ class Variable:
         self.stop_gradient, self.value = stop_gradient, None
 
 
-def name_of(value):
+def name_of(value: Any) -> str:
     """Return the name of a value. A value that is written to a variable has the name of the variable."""
     op, i = value.get_defining_op(), value.index()
     if op.name() in _DECLARATIONS:
@@ -134,32 +136,32 @@ class Operator:
         return self.op.id()
 
     @property
-    def desc(self):
+    def desc(self) -> "Operator":
         return self
 
     @property
-    def input_names(self):
+    def input_names(self) -> list[str]:
         return [_camel(name) for name in self.op.get_input_names()]
 
     @property
-    def output_names(self):
+    def output_names(self) -> list[str]:
         return [_camel(name) for name in self.op.get_output_names()]
 
     @property
-    def input_arg_names(self):
+    def input_arg_names(self) -> list[str]:
         return [name_of(value) for value in self.op.operands_source() if value.initialized()]
 
     @property
-    def output_arg_names(self):
+    def output_arg_names(self) -> list[str]:
         if self.op.name() in _RESULTS:
             return [self.op.str_attr(_RESULTS[self.op.name()])]
         return [name_of(value) for value in self.op.results() if value.initialized()]
 
-    def input(self, slot):
+    def input(self, slot: str) -> list[str]:
         value = self.op.operand_source(self._index(slot))
         return [name_of(value)] if value.initialized() else []
 
-    def output(self, slot):
+    def output(self, slot: str) -> list[str]:
         value = self.op.result(self._output_index(slot))
         return [name_of(value)] if value.initialized() else []
 
@@ -169,10 +171,10 @@ class Operator:
     def _output_index(self, slot):
         return self.op.get_output_names().index(_snake(slot))
 
-    def has_attr(self, name):
+    def has_attr(self, name: str) -> bool:
         return self.op.has_attr(name) or name in self.op.get_input_names()
 
-    def attr(self, name):
+    def attr(self, name: str) -> Any:
         if name == "op_role":
             return _role(self.op)
         if self.op.has_attr(name):
@@ -189,11 +191,11 @@ class Operator:
         constant.get_defining_op().set_int_attr(_ROLE, _AUXILIARY)
         self.op.operand(self._index(name)).set_source(constant)
 
-    def set_input(self, slot, names):
+    def set_input(self, slot: str, names: list[str]) -> None:
         [name] = names
         self.op.operand(self._index(slot)).set_source(Block(self._program).var(name))
 
-    def set_output(self, slot, names):
+    def set_output(self, slot: str, names: list[str]) -> None:
         """Write an output to a persistable variable. An operator that writes in place already writes to its input."""
         if self.op.name().endswith("_"):
             return
@@ -241,14 +243,14 @@ class Block:
         return any(op.name() in _RESULTS for op in self._block.ops)
 
     @property
-    def ops(self):
+    def ops(self) -> list[Operator]:
         ops = self._block.ops
         if self._is_startup:
             return [Operator(op) for op in ops if op.name() in _RESULTS]
         return [Operator(op) for op in ops if not op.name().startswith("builtin.") and _is_visible(op)]
 
     @property
-    def vars(self):
+    def vars(self) -> dict[str, Any]:
         """{name: value} of all variables: their declaration or, without one, the last value that is written."""
         found = {}
         for op in self._block.ops:
@@ -260,16 +262,23 @@ class Block:
                     found[name] = value
         return found
 
-    def var(self, name):
+    def var(self, name: str) -> Any:
         return self.vars[name]
 
-    def has_var(self, name):
+    def has_var(self, name: str) -> bool:
         return name in self.vars
 
-    def all_parameters(self):
+    def all_parameters(self) -> list[Any]:
         return self._block.all_parameters()
 
-    def create_var(self, name, shape=(), dtype=None, persistable=False, stop_gradient=False):
+    def create_var(
+        self,
+        name: str,
+        shape: Sequence[int] = (),
+        dtype: Any = None,
+        persistable: bool = False,
+        stop_gradient: bool = False,
+    ) -> Any:
         if isinstance(dtype, str):
             dtype = convert_np_dtype_to_dtype_(dtype)
         if not persistable or self._is_startup:
@@ -280,7 +289,13 @@ class Block:
         value.persistable, value.stop_gradient = True, True
         return value
 
-    def append_op(self, type, inputs=None, outputs=None, attrs=None):
+    def append_op(
+        self,
+        type: str,
+        inputs: dict[str, Any] | None = None,
+        outputs: dict[str, Any] | None = None,
+        attrs: dict[str, Any] | None = None,
+    ) -> None:
         self._build(None, type, inputs or {}, outputs, attrs or {})
 
     def _insert_op_without_sync(self, at, type, inputs, outputs, attrs):
@@ -360,7 +375,7 @@ def _listed(values):
     return [values]
 
 
-def minimize(optimizer, loss, startup, roles):
+def minimize(optimizer: Any, loss: Any, startup: Any, roles: tuple[int, int, int]) -> None:
     """Add the backward pass and the update to the current program, with the roles that legacy operators have.
 
     Args:
@@ -383,13 +398,13 @@ def minimize(optimizer, loss, startup, roles):
             role = backward
 
 
-def feeds(program):
+def feeds(program: Any) -> dict[str, Any]:
     """Return the input variables of a program as {name: value}, in the order in which they were declared."""
     values = [op.result(0) for op in program.global_block().ops if op.name() == "pd_op.data"]
     return {name_of(value): value for value in values if not value.persistable}
 
 
-def clone(program):
+def clone(program: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a copy of a program, and a function that returns the value of the copy for a value of the program."""
     values = pir.IrMapping()
     copy = program.clone(values)

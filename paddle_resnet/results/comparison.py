@@ -89,13 +89,14 @@ def metrics(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
 
     def of(run):
         best = run.best()
+        best_of = {} if best is None else {run.main_metric: f"{best[1]:.4f} (epoch {best[0]})"}
         numbers = {name: run.last(name) for name in ("val.top1", "val.map", "val.loss", "train.loss", "train.ips")}
         text = {name: "" if value is None else f"{value:.4f}" for name, value in numbers.items()}
         return {
             "epochs": str(len(run.epochs)) + ("" if run.summary else ", not finished"),
-            "best top1": "" if best is None or run.is_multi_label else f"{best[1]:.4f} (epoch {best[0]})",
+            "best top1": best_of.get("top1", ""),
             "last top1": text["val.top1"],
-            "best mAP": "" if best is None or not run.is_multi_label else f"{best[1]:.4f} (epoch {best[0]})",
+            "best mAP": best_of.get("map", ""),
             "last mAP": text["val.map"],
             "last validation loss": text["val.loss"],
             "last training loss": text["train.loss"],

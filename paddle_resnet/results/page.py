@@ -65,7 +65,7 @@ def write(
         worst=worst,
         heat_map_problem=_add_heat_maps(run, worst, rows, open_drawer),
         per_class=_per_class(run, classes),
-        matrix=None if run.is_multi_label else _matrix(classes, confusion),
+        matrix=_matrix(classes, confusion) if "confusion" in run.task.TABLES else None,
         changed=run.changed_flags(),
         configuration=yaml.safe_dump(run.parameters, sort_keys=False, default_flow_style=None),
         teacher=_teacher(run),
@@ -290,20 +290,18 @@ def _ratio(text):
 
 
 def _per_class(run, classes):
-    """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, preceded by its averages. With
-    --multi-label, the average precision follows the images. Return no rows for a table of an older version, which lacks
-    precision, recall and F1."""
+    """Return the rows [(class, images, *RATIOS of the task)] of the best evaluation, preceded by its averages. Return
+    no rows for a table of an older version, which lacks precision, recall and F1."""
     best = run.best()
     metrics = run.epochs[best[0]] if best else {}
-    empty = ("", "") if run.is_multi_label else ("",)
+    empty = [""] * (1 + len(run.task.RATIOS) - len(CLASS_METRICS))
     averages = [
         (f"{kind} average", *empty, *(f"{value:.4f}" for value in values))
         for kind in AVERAGES
         if None not in (values := [metrics.get(f"val.{name}_{kind}") for name in CLASS_METRICS])
     ]
-    ratios = ("ap", *CLASS_METRICS) if run.is_multi_label else CLASS_METRICS
     per_class = [
-        (_readable(row["class"]), row["images"], *(row[name][:6] for name in ratios))
+        (_readable(row["class"]), row["images"], *(row[name][:6] for name in run.task.RATIOS))
         for row in classes
         if row.keys() >= {*CLASS_METRICS}
     ]

@@ -433,5 +433,5 @@ def loader_args(description: dict[str, Any], batch_size: int, device: str = "cpu
     }
     args = parsing.from_dict(values)
     resolution.resolve_device(args)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
     return args

@@ -57,21 +57,21 @@ def _found(settings: values.Settings, sources: Iterable[Any]) -> Iterator[Confli
             yield from source.conflicts(settings.part(source.Settings))
 
 
-def check(settings: values.Settings) -> None:
-    """Check the flags that a run can inherit or choose, after all values have been inherited, chosen and derived.
+def of_command(options: start.Settings) -> tuple[Any, ...]:
+    """Return the sources of the conflicts of a command line before flags are inherited or chosen. If the run will
+    neither inherit nor choose flags, these are all sources."""
+    is_complete = not (options.is_from_weights or options.resume or options.choose_recipe)
+    return (*_OF_COMMAND, *_OF_RUN) if is_complete else _OF_COMMAND
+
+
+def check(settings: values.Settings, sources: Iterable[Any] = _OF_RUN) -> None:
+    """Check the flags: with of_command, those of a command line; by default, those that a run can inherit or choose,
+    after all values have been inherited, chosen and derived.
 
     Raises:
         UsageError: a value is invalid, or flags conflict.
     """
-    check_none(_found(settings, _OF_RUN))
-
-
-def check_command(settings: values.Settings) -> None:
-    """Check the flags of a command line before flags are inherited or chosen. If the run will neither inherit nor
-    choose flags, also check the flags that check() checks. Raises UsageError if a value is invalid, or flags
-    conflict."""
-    is_complete = not (settings.part(start.Settings).is_from_weights or settings.resume or settings.choose_recipe)
-    check_none([*_found(settings, _OF_COMMAND), *(_found(settings, _OF_RUN) if is_complete else ())])
+    check_none(_found(settings, sources))
 
 
 def check_none(found: Iterable[Conflict]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from paddle_resnet.utils.errors import command
 
 T = TypeVar("T")
+Changes = dict[str, dict[str, Any]]  # {origin: {name of a flag: value}}
 METHOD = "method"  # key of (method of Settings, name of a flag) in the metadata of a field; see field.about
 EXPLICIT = "explicit_flags"
 # Further keys of the first entry of a report. ENVIRONMENT describes the machine and the software; EVALUATED is the
@@ -81,6 +82,21 @@ class Settings:
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
 
+    def replace(self, **values: Any) -> None:
+        """Set values, but keep their origins."""
+        for name, value in values.items():
+            self.resolve(self.origin(name), **{name: value})
+
+    def apply(self, step: type, *arguments: Any) -> None:
+        """Set the values that a step of resolution.py computes from its part of these settings. `step` is a dataclass,
+        like those for part(), with a method `changes` that takes `arguments` and returns Changes."""
+        part: Any = self.part(step)
+        self._resolve_all(part.changes(*arguments))
+
+    def _resolve_all(self, changes):
+        for origin, values in changes.items():
+            self.resolve(origin, **values)
+
     def choose(self, reason: str, /, **values: Any) -> None:
         """Set values that --choose-recipe or --budget-minutes has chosen. The origin of the values contains the
         reason."""
@@ -118,15 +134,14 @@ class Settings:
         """If these settings belong to a stage, the settings of the entire run; otherwise, these settings."""
         return self._run
 
-    def stage(self, changes: dict[str, dict[str, Any]]) -> "Settings":
-        """Return the settings for one stage of the run, with `changes`, {origin: {name: value}}: these settings if
-        there are no changes, otherwise a frozen copy."""
+    def stage(self, changes: Changes) -> "Settings":
+        """Return the settings for one stage of the run: these settings if there are no changes, otherwise a frozen
+        copy."""
         if not changes:
             return self
         copy = self.copy()
         object.__setattr__(copy, "_run", self)
-        for origin, values in changes.items():
-            copy.resolve(origin, **values)
+        copy._resolve_all(changes)
         copy.finalize()
         return copy
 

@@ -31,6 +31,7 @@ class MultiLabel:
     MAIN_METRIC = "map"
     METRICS = ("map", "map_micro")
     TRAIN_METRICS = ()
+    RATIOS = ("ap", *CLASS_METRICS)
     TABLES = ("classes", "averages")
     COLUMNS: ClassVar[dict[str, dict[str, Any]]] = {
         "classes.csv": {

@@ -24,6 +24,7 @@ class SingleLabel:
     Attributes:
         MAIN_METRIC: name of the metric that determines the best evaluation.
         METRICS, TRAIN_METRICS: names of the metrics of a complete evaluation and of a training epoch, except the loss.
+        RATIOS: names of the ratios of each class that the HTML page of a run shows, ending with meters.CLASS_METRICS.
         TABLES: kinds of the CSV files that describe an evaluation.
         COLUMNS: {file: {required column: (type, check, whether a cell may be empty), or None for a text column}}.
         label: shape and type of the label of an image.
@@ -32,6 +33,7 @@ class SingleLabel:
 
     MAIN_METRIC = "top1"
     METRICS = TRAIN_METRICS = ("top1", "top5")
+    RATIOS = meters.CLASS_METRICS
     TABLES = ("classes", "averages", "confusion")
     COLUMNS: ClassVar[dict[str, dict[str, Any]]] = {
         "classes.csv": {

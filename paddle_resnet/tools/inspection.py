@@ -76,7 +76,7 @@ def augmented(
     args = _parse(root, arguments)
     if args.data_format == "synthetic":
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
-    resolution.resolve_classes(args, Mode.TRAIN)
+    args.apply(resolution.Classes, Mode.TRAIN)
     args.set("internal", batch_size=versions)
     numbers, listed = dali.data_root(args.part(dali.DataOptions)).images(Mode.TRAIN, args.num_of_class)
     names = numbers.class_names or []
@@ -273,7 +273,7 @@ def _take(iterator, batches):
 
 
 def _parse(root, arguments):
-    """Parse flags of train.py, and return the settings with the values that resolve_device and resolve_loader choose.
+    """Parse flags of train.py, and return the settings with the values that resolve_device and Loader choose.
 
     Raises:
         UsageError: the flags are invalid or contain --image-root, or the device or the data set cannot be used.
@@ -283,7 +283,7 @@ def _parse(root, arguments):
         raise UsageError(f"--image-root {args.image_root}: DIR already sets this folder; remove the flag")
     args = config.parse_args([*arguments, "--image-root", str(root)])
     resolution.resolve_device(args)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
     return args
 
 
@@ -291,7 +291,7 @@ def open_loader(root: str | Path, arguments: list[str]) -> tuple[Loader, Setting
     """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the number
     of training images. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
-    resolution.resolve_classes(args, Mode.TRAIN)
+    args.apply(resolution.Classes, Mode.TRAIN)
     data = dali.data_root(args.part(dali.DataOptions))
     if args.data_format != "synthetic":
         size = loaders.open_split(data, args.part(loaders.Options), Mode.TRAIN, True).size

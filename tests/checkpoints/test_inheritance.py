@@ -107,7 +107,7 @@ def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
     flags = ["--run-scope", scope, "--from-pretrained-params", checkpoint, "--crop-size", "64", "--device", "gpu"]
     args = config.parse_args([*map(str, flags), "--data-layout", "NHWC"])
     restore.inherit_flags(args, None)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
     assert args.image_shape == [3, 64, 64]
     args = config.parse_args([*map(str, flags[:4])])
     args.choose("test", crop_size=64, resize_short=80)
@@ -125,7 +125,7 @@ def test_checkpoint_without_meta_json_has_four_channels(checkpoint, tmp_path):
         restore.inherit_flags(args, None)
         assert args.image_shape == shape
     args = config.parse_args([*map(str, start[:4]), "--resume"])
-    restore.resolve_network(args)
+    args.apply(restore.Network)
     assert args.model_arch_name == "ResNet50"
 
 
@@ -275,7 +275,7 @@ def test_number_of_classes_comes_from_data(parse, converted, tmp_path, data_form
         root, flags = "/nowhere", ["--data-format", "synthetic"]
     args = parse("--image-root", root, *flags)
     args.num_of_class = None
-    resolution.resolve_classes(args, Mode.EVAL)
+    args.apply(resolution.Classes, Mode.EVAL)
     assert args.num_of_class == (1000 if data_format in ("unnamed", "synthetic") else 3)
     assert len(dali.build_dataloader(args, Mode.EVAL).classes) == args.num_of_class
 
@@ -285,7 +285,7 @@ def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, monkeypatch):
     args = parse("--image-root", photos)
     args.num_of_class = None
     monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda function: function() + 4)
-    resolution.resolve_classes(args, Mode.TRAIN)
+    args.apply(resolution.Classes, Mode.TRAIN)
     assert args.num_of_class == 7
 
 

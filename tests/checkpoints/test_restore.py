@@ -71,9 +71,11 @@ def fail_to_lock(path, warn):
     raise BlockingIOError(11, "process 1 on x")
 
 
-def find(args, folder, epoch=None):
-    args.from_checkpoint, args.last_epoch_of_checkpoint = str(folder), epoch
-    return restore.find(args)
+def find(args, folder=None, epoch=None):
+    """Return the StartCheckpoint for the flags or, if there is a folder, for --from-checkpoint."""
+    if folder is not None:
+        args.from_checkpoint, args.last_epoch_of_checkpoint = str(folder), epoch
+    return restore.find(args.part(restore.Options))[0]
 
 
 def restore_run(checkpoint, schedule, fetchs):
@@ -140,7 +142,7 @@ def test_network_of_the_start_selects_the_run_to_resume(tmp_path):
         ([*start, "--resume", "--model-arch-name", "ResNet34"], "ResNet34"),
     ):
         args = config.parse_args([*flags, "--output-dir", str(tmp_path / "output")])
-        restore.resolve_network(args)
+        args.apply(restore.Network)
         assert args.model_arch_name == network
         assert args.resume == ("--resume" in flags)
 
@@ -281,44 +283,43 @@ def test_best_evaluation_and_patience(args):
 
 def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys, monkeypatch):
     root, args.resume = tmp_path / "Tiny", True
-    assert restore.find(args) is None
+    assert find(args) is None
     assert not root.exists()
     restore._check_default_network(tmp_path / "missing/Tiny")
     (root / ".7.partial").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(locks, "acquire", fail_to_lock)
         with pytest.raises(UsageError, match=r"another run \(process 1 on x\) is writing its checkpoints"):
-            restore.find(args)
+            find(args)
     assert (root / ".7.partial").exists()
-    assert restore.find(args) is None
+    assert find(args) is None
     assert not (root / ".7.partial").exists()
     assert f"--resume: {root} contains no checkpoint yet" in capsys.readouterr().out
     start = write_checkpoint(tmp_path / "Other", "1")  # a run of a different network
-    assert restore.find(args) is None
+    assert find(args) is None
     args.set("default", model_arch_name="Tiny")
     with pytest.raises(UsageError, match=f"{root} contains no checkpoint, but {tmp_path} contains runs of Other"):
-        restore.find(args)
-    args.set("command line", from_pretrained_params=str(tmp_path / "Other"))
-    assert restore.find(args) is None
-    assert (args.from_pretrained_params, args.origin("from_pretrained_params")) == (str(start), "command line")
+        find(args)
+    args.from_pretrained_params = str(tmp_path / "Other")
+    assert restore.find(args.part(restore.Options)) == (None, str(start))
     for epoch in ("5", "6", "7", "8"):  # checkpoints of a different program
         (root / epoch).mkdir()
         for end in ("pdparams", "pdopt"):
             (root / epoch / f"tiny.{end}").touch()
     message = rf"--resume: the checkpoints in {root} \(6, 7, 8\) have no meta.json; if they are from another"
     with pytest.raises(UsageError, match=message):  # pretrained parameters cannot replace the checkpoints
-        restore.find(args)
+        find(args)
     args.from_pretrained_params, args.from_checkpoint = None, str(start)
-    assert restore.find(args).folder == str(start)
+    assert find(args).folder == str(start)
     (root / "9/notes").mkdir(parents=True)  # the newest folder is not a checkpoint
     with pytest.raises(UsageError, match=f"{root}: contains no valid checkpoint; move the checkpoints away"):
-        restore.find(args)
+        find(args)
     shutil.rmtree(root / "9")
     write_checkpoint(root, "4", epoch=4)
     args.from_checkpoint, args.from_pretrained_params = None, str(tmp_path / "Other")
-    checkpoint = restore.find(args)
+    checkpoint, pretrained = restore.find(args.part(restore.Options))
     assert (checkpoint.folder, checkpoint.epoch) == (str(root / "4"), 5)
-    assert args.from_pretrained_params == str(tmp_path / "Other")
+    assert pretrained == str(tmp_path / "Other")
 
 
 def test_saved_files_and_meta_json(args, saved, tmp_path):
@@ -425,13 +426,13 @@ def test_restore_between_training_and_evaluation(args, run, capsys):
     assert "cannot continue" not in output.err
     assert f"loaded {saver.folder}: continuing with epoch 4 step 10\n" in output.out
     args.resume = True
-    assert restore.find(args).label == f"--resume: {saver.folder}"
+    assert find(args).label == f"--resume: {saver.folder}"
 
 
 def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved):
     """Two processes resume the same run. While the second process starts, the first process saves and ends."""
     args.resume, (saver, schedule, fetchs) = True, run
-    checkpoint = restore.find(args)
+    checkpoint = find(args)
     meta = checkpoint.meta | {"evaluations_since_best": 3}
     resumed = Saver(args, saver._program, schedule, Loader(), fetchs, dataclasses.replace(checkpoint, meta=meta))
     resumed.save(5, 0)  # nothing is saved, because no step has run
@@ -448,7 +449,7 @@ def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved)
             Saver(args, saver._program, schedule, Loader(), fetchs, start)
     (saver.folder / "tiny.pdopt").write_bytes(b"")  # --resume skips damaged checkpoints
     args.output_dir = os.path.relpath(args.output_dir)
-    Saver(args, saver._program, schedule, Loader(), fetchs, restore.find(args))
+    Saver(args, saver._program, schedule, Loader(), fetchs, find(args))
 
 
 def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, saved, tmp_path):
@@ -560,7 +561,7 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     saver.finish()
     (tmp_path / "Tiny" / ".1.partial").write_text("a file in place of the folder")
     saver.save(1)
-    with pytest.raises(RunError, match=r"Tiny/1: checkpoint cannot be written \(File exists\), .*; free disk space"):
+    with pytest.raises(RunError, match=r"Tiny/1: checkpoint cannot be written \(File exists\); .*; free disk space"):
         saver.save(2)
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
@@ -728,12 +729,11 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
             assert find(args, tmp_path).folder == find(args, tmp_path, 7).folder == str(root / "7")
         args.from_checkpoint, args.last_epoch_of_checkpoint = None, None
         args.from_pretrained_params = str(tmp_path)
-        assert restore.find(args) is None
-        assert args.from_pretrained_params == str(root / "7")
+        assert restore.find(args.part(restore.Options)) == (None, str(root / "7"))
     args.set("default", model_arch_name="Tiny")  # a default does not select a run
     args.from_pretrained_params = str(tmp_path)
     with pytest.raises(UsageError, match="contains runs of several networks"):
-        restore.find(args)
+        find(args)
 
 
 @pytest.mark.parametrize("prefix", ["resnet_50_paddle", "tiny_paddle", "mine"])

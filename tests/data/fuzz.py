@@ -188,7 +188,7 @@ def train(folder, mode, data_format):
     """Read one epoch of a split and return [(label, digest of the pixels)], or the error message if reading fails."""
     args = config.parse_args([*FLAGS.split(), "--image-root", str(folder), "--data-format", data_format])
     resolution.resolve_device(args)
-    resolution.resolve_loader(args)
+    args.apply(resolution.Loader)
     try:
         batches = list(dali.build_dataloader(args, mode))
     except UsageError as e:

@@ -296,7 +296,7 @@ from paddle_resnet.utils.mode import Mode
 bad_images.MAX_PIXELS = int(os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"])
 args = config.parse_args(sys.argv[1:])
 resolution.resolve_device(args)
-resolution.resolve_loader(args)
+args.apply(resolution.Loader)
 for mode in Mode:
     try:
         next(dali.build_dataloader(args, mode))

@@ -1230,7 +1230,7 @@ def test_missing_tools_are_reported(empty_cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     assert native.missing() == "no C++ compiler (no-such-compiler)"
     with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.; fix this problem"):
-        resolution.resolve_kernels(flags(kernels="native"))
+        flags(kernels="native").apply(resolution.Kernels)
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     monkeypatch.setenv("CXX", "true")
     assert native.missing((9, 0)) == "no NVRTC library (libnvrtc.so)"
@@ -1266,7 +1266,7 @@ def test_nvrtc_of_the_environment_is_preferred(tmp_path, monkeypatch):
 
 def chosen_on_gpu(**changes):
     args = flags(device="gpu", **changes)
-    resolution.resolve_kernels(args)
+    args.apply(resolution.Kernels)
     return args.kernels, args.cuda_graph
 
 
@@ -1406,7 +1406,7 @@ def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: capability)
     if kernels == "native":
         with pytest.raises(UsageError, match=re.escape(f"--kernels native: {problem}") + ".*--kernels paddle"):
-            resolution.resolve_kernels(flags(device="gpu", kernels="native"))
+            flags(device="gpu", kernels="native").apply(resolution.Kernels)
     else:
         assert chosen_on_gpu() == ("paddle", False)
         assert f"custom kernels are unavailable ({problem}" in capsys.readouterr().out
@@ -1510,13 +1510,13 @@ def test_library_writable_by_others_is_rebuilt(empty_cache, monkeypatch, capsys,
 def test_invalid_compiler_command_is_rejected(empty_cache, environment):
     environment(CXX="g++ 'open")
     with pytest.raises(UsageError, match="'open is not a command .No closing quotation.; fix this problem"):
-        resolution.resolve_kernels(flags(kernels="native"))
+        flags(kernels="native").apply(resolution.Kernels)
 
 
 def test_kernels_and_capture_are_selected_by_device_and_flags(monkeypatch):
     for changes, kernels in (({}, "native"), ({"data_layout": "NCHW"}, "paddle"), ({"kernels": "paddle"}, "paddle")):
         args = flags(**changes)
-        resolution.resolve_kernels(args)
+        args.apply(resolution.Kernels)
         assert (args.kernels, args.cuda_graph) == (kernels, False)
     # The simulated GPUs meet the requirements of the custom kernels.
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
@@ -1530,7 +1530,7 @@ def test_kernels_and_capture_are_selected_by_device_and_flags(monkeypatch):
         monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
         assert chosen_on_gpu() == ("native", True)
     with pytest.raises(UsageError, match="--kernels native: supports NHWC only"):
-        resolution.resolve_kernels(flags(kernels="native", data_layout="NCHW"))
+        flags(kernels="native", data_layout="NCHW").apply(resolution.Kernels)
 
 
 LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]

@@ -3,8 +3,8 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from paddle_resnet.data.images import Image
 from paddle_resnet.data.split_names import split_of
@@ -100,8 +100,8 @@ def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
 def check_validation(source: str, found: dict[str, list[Image]], names: Sequence[str] | None) -> None:
     """Raise UsageError if a class with validation images has no training images. `names` are the class names in label
     order, or None."""
-    trained = {image.label for image in found["train"]}
-    if unknown := sorted({image.label for image in found.get("val", [])} - trained):
+    labels = {split: {image.label for image in images if image.label is not None} for split, images in found.items()}
+    if unknown := sorted(labels.get("val", set()) - labels["train"]):
         shown = ", ".join(names[label] if names else str(label) for label in unknown[:5])
         raise UsageError(
             f"{source}: has {counted(len(unknown), 'class', 'classes')} with validation images, but without training "
@@ -122,7 +122,14 @@ def warn_of_case(labels: Iterable[str]) -> None:
             return
 
 
-def numbered(source, labels, names, place, from_one=False, flag=None):
+def numbered(
+    source: str,
+    labels: Sequence[Any],
+    names: Sequence[str] | None,
+    place: Callable[[int], str],
+    from_one: bool = False,
+    flag: str | None = None,
+) -> tuple[list[int], list[str] | None]:
     """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, with one
     exception: if the smallest label is 1 and the largest is the number of names (without names, see from_one), 1 is
     subtracted from all labels.
