@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,15 +28,19 @@ from PIL import Image
 
 import data_files
 from layouts import image, put
-from paddle_resnet.data import decoding
+from paddle_resnet.data import decoding, images
 from paddle_resnet import config
 from paddle_resnet import resolution
 from paddle_resnet import train
 from paddle_resnet import models, program
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
+from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.tools import convert, verify
+from paddle_resnet.utils import cache as cache_folder
+from paddle_resnet.utils import logger, signals
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 
@@ -75,6 +80,12 @@ dali_trace.set_tracing(enabled=False)
 # the pass.
 if not paddle.is_compiled_with_cuda():
     paddle.base.executor._apply_inplace_addto_pass = lambda *args: None
+
+# Functions that log a message once per process, or whose messages are logged once because the result is cached.
+ONCE_PER_PROCESS = [
+    *(gpus.warn_of_cpu_build, gpus._warn_of_undetected_gpu, compat._warn_of_newer_version),
+    *(compilation._warn_of_depthwise, images.log_once, cache_folder._private_folder),
+]
 
 # Ports for the launcher. The launcher's default range overlaps with the ephemeral ports of the system, so another
 # program could take a port before the processes of a job listen on it.
@@ -145,6 +156,9 @@ def pytest_unconfigure(config):
     """Exit without running the destructors of Paddle's and DALI's libraries. In one of two runs of the complete suite,
     the destructors crashed after all tests had passed, in a process that had created hundreds of programs and
     pipelines. Other tests check the exit code of train.py in separate processes."""
+    for name, module in sys.modules.items():
+        if name.startswith("__autograph_generated_file"):  # DALI deletes these files at a normal exit
+            os.remove(module.__file__)
     sys.stdout.flush()
     sys.stderr.flush()
     if hasattr(config, "exit_status"):  # exit_status is set if a session has started
@@ -163,6 +177,21 @@ def fresh_paddle(monkeypatch):
     monkeypatch.setitem(models.MODELS, "TinyMobile", partial(MobileNetV2, stages=((1, 12, 1, 1), (3, 24, 2, 2))))
     with static.scope_guard(static.Scope()):
         yield
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process():
+    """Restore after each test what a command sets for the rest of its process, so that the result of a test does not
+    depend on the tests before it."""
+    handlers = {number: signal.getsignal(number) for number in signals.NUMBERS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signals._received = exchange._stop_at = None
+    logger.setup()  # as rank 0, without a report
+    compat.leave_pir()
+    for function in ONCE_PER_PROCESS:
+        function.cache_clear()
 
 
 def frozen(args):

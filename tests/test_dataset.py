@@ -4,7 +4,6 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from paddle_resnet import dataset
 from paddle_resnet.tools import convert, inspection, split, verify
@@ -15,6 +14,14 @@ from paddle_resnet.utils.mode import RunScope
 def files(folder):
     """Return {path relative to the folder: path} for all files in a folder."""
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """Return the digits of scikit-learn, which takes a second to import, in the process that runs these tests."""
+    from sklearn.datasets import load_digits
+
+    return load_digits()
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +47,17 @@ def test_sample_images_are_rgb_jpegs_of_64_pixels(sample):
     assert kinds == {("JPEG", "RGB", (64, 64))}
 
 
-def test_sample_images_are_sorted_by_label_with_every_fifth_in_val(sample):
+def test_sample_images_are_sorted_by_label_with_every_fifth_in_val(sample, digits):
     actual = {int(path.stem): (path.parts[-3], int(path.parts[-2])) for path in files(sample).values()}
-    assert actual == {i: ("val" if i % 5 == 4 else "train", label) for i, label in enumerate(load_digits().target)}
+    assert actual == {i: ("val" if i % 5 == 4 else "train", label) for i, label in enumerate(digits.target)}
 
 
 @pytest.mark.parametrize("index", [0, 4, 777, 1796])
-def test_sample_image_matches_its_digit(sample, index):
+def test_sample_image_matches_its_digit(sample, digits, index):
     [path] = sample.glob(f"*/*/{index:04d}.jpg")
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("L").resize((8, 8), Image.Resampling.BOX), dtype=float) / 255 * 16
-    digits = load_digits().images
-    assert np.abs(digits - pixels).mean((1, 2)).argmin() == index
+    assert np.abs(digits.images - pixels).mean((1, 2)).argmin() == index
 
 
 def test_sample_is_byte_identical_in_every_folder(sample, tmp_path):

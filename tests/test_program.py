@@ -146,7 +146,6 @@ def test_feeds_have_default_dtype():
     ],
 )
 def test_depthwise_convolution_of_paddle_triggers_one_warning(capsys, kernels, start, remedy):
-    compilation._warn_of_depthwise.cache_clear()
     for _ in range(2):
         compilation._warn_of_depthwise(kernels, ("7x7, stride 2, 12 channels",))
         compilation._warn_of_depthwise(kernels, ())

@@ -2,6 +2,7 @@
 (replaced)."""
 
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -47,10 +48,11 @@ def claim(
     outputs, folders = (
         {what: path for what, path in (paths or {}).items() if path is not None} for paths in (outputs, folders)
     )
+    is_checkpoint = functools.cache(_is_checkpoint)  # outputs have common parents, and a listed folder may be large
     taken = {_identity(path): f"{what} {path}, which this command reads" for what, path in inputs}
     for what, path in (outputs | folders).items():
         with writing(what, path):
-            _check_place(f"{what} {path}", Path(os.path.realpath(path)), protected, run_folder)
+            _check_place(f"{what} {path}", Path(os.path.realpath(path)), protected, run_folder, is_checkpoint)
             identity = _identity(path)
             if identity in taken:
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different file")
@@ -140,7 +142,7 @@ def _identity(path):
     return object() if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
 
 
-def _check_place(subject, path, protected, run_folder):
+def _check_place(subject, path, protected, run_folder, is_checkpoint):
     places = [path, *path.parents]
     for what, place in protected:
         if Path(os.path.realpath(place)) in places:
@@ -148,7 +150,7 @@ def _check_place(subject, path, protected, run_folder):
     run_folder = run_folder and Path(os.path.realpath(run_folder))
     for place in places:
         is_of_run = place.parent == run_folder or (place.parent / ".lock").is_file()
-        if _is_checkpoint(place) or (is_of_run and _RESERVED.fullmatch(place.name)):
+        if is_checkpoint(place) or (is_of_run and _RESERVED.fullmatch(place.name)):
             raise UsageError(f"{subject}: {place} is reserved for a checkpoint; choose a path outside it")
 
 

@@ -15,7 +15,7 @@ from tfrecord import TFRecordWriter
 
 from conftest import assert_one_error, phase
 from paddle_resnet import dataset
-from paddle_resnet.data import classes, images, numbering
+from paddle_resnet.data import classes, numbering
 from paddle_resnet.data.formats import tfrecord
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert, inspection, verify
@@ -24,12 +24,6 @@ from paddle_resnet.utils.mode import Mode
 
 NAMES = ["tench", "goldfish", "shark", "ray", "cock"]  # in the order of ImageNet, which is not the sorted order
 WNIDS = [f"n0{k}" for k in range(8)]
-
-
-@pytest.fixture(autouse=True)
-def clear_caches():
-    images.log_once.cache_clear()
-    numbering._examples.cache_clear()
 
 
 def jpeg(k, i=0, classes=8):

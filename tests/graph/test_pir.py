@@ -37,12 +37,6 @@ STAGES = (
 STAGES += ("--accumulate-steps", 2, "--lr-decay-by-layer", 0.7, "--optimizer", "Nesterov")
 
 
-@pytest.fixture(autouse=True)
-def legacy_afterwards():
-    yield
-    compat.leave_pir()
-
-
 def assert_equal_checkpoints(one, other, atol=0.0):
     names = {path.name for path in one.glob("*.pd*")}
     assert names == {path.name for path in other.glob("*.pd*")} != set()

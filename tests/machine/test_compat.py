@@ -33,7 +33,6 @@ def test_tested_version_is_accepted(version, capsys):
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.4.0.post129", "3.10.0", "4.0.0-rc1"])
 def test_newer_version_is_accepted_with_one_warning(version, capsys):
-    compat._warn_of_newer_version.cache_clear()
     compat.check_version(version)
     compat.check_version(version)
     assert capsys.readouterr().err == (
@@ -42,21 +41,33 @@ def test_newer_version_is_accepted_with_one_warning(version, capsys):
     )
 
 
+START_AS_EACH_RANK = """
+import os
+import sys
+
+from paddle_resnet import config, startup
+from paddle_resnet.machine import compat
+
+for rank in range(2):
+    os.environ["PADDLE_TRAINER_ID"] = str(rank)
+    startup.import_paddle(config.parse_args([]))
+    compat._warn_of_newer_version.cache_clear()
+    print("STARTED", file=sys.stderr)
+"""
+
+
 def test_only_rank_0_warns_of_newer_version(environment, tmp_path):
-    """Two processes start like the ranks of a job. tests/test_self_test.py runs the command that the
+    """A process starts like each rank of a job in turn. tests/test_self_test.py runs the command that the
     warning recommends."""
     (tmp_path / "sitecustomize.py").write_text("import paddle_resnet, paddle\npaddle.__version__ = '3.4.0'\n")
     endpoints = "127.0.0.1:1,127.0.0.1:2"
     environment(PADDLE_TRAINERS_NUM=2, PADDLE_MASTER="127.0.0.1:1", PADDLE_TRAINER_ENDPOINTS=endpoints)
     environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    start = "from paddle_resnet import config, startup; startup.import_paddle(config.parse_args([]))"
-    counts = []
-    for rank in range(2):
-        environment(PADDLE_TRAINER_ID=rank)
-        done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        counts.append(done.stderr.count("warning: Paddle 3.4.0: newer than 3.3.1"))
-    assert counts == [1, 0]
+    command = [sys.executable, "-c", START_AS_EACH_RANK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    logs = done.stderr.split("STARTED")
+    assert [log.count("warning: Paddle 3.4.0: newer than 3.3.1") for log in logs] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("version", ["2.5.2", "2.6.1", "2.7.0", "3.0.0", "3.2.2", "3.3.0", "0.0.0", "3.0.0-rc1"])
@@ -379,7 +390,6 @@ def test_flag_with_which_programs_fail_is_rejected(name):
 
 @pytest.mark.parametrize("name", ["FLAGS_check_nan_inf", pytest.param("FLAGS_use_mkldnn", marks=pytest.mark.soak)])
 def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, environment, tmp_path):
-    """As the message recommends, the run then succeeds without the variable."""
     flags = [*TINY, "--model-arch-name", "ResNet18_CIFAR", "--data-format", "synthetic", "--output-dir", tmp_path]
     flags += ["--dry-run", "--report-file", tmp_path / "report.json"]
     environment(**{name: 1})
@@ -388,8 +398,6 @@ def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name,
     assert_one_error(done.stderr, [f"train.py: error: {name}: not supported, "])
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "report.json").exists()
-    environment(**{name: None})
-    assert train_process(*flags).returncode == 0
 
 
 @pytest.mark.parametrize("is_paddle_3", [False, True])

@@ -1,8 +1,6 @@
 """The GPU that the driver reports, and the warning about a CPU build of Paddle on a machine with a GPU. A fake driver
 replaces pynvml."""
 
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +8,7 @@ import paddle
 import pytest
 
 from conftest import ROOT
-from paddle_resnet import export, predict
+from paddle_resnet import export, lr_find, predict, train
 from paddle_resnet.machine import compat, driver, gpus
 from paddle_resnet.utils.errors import UsageError
 
@@ -37,8 +35,6 @@ def nvml(monkeypatch):
         nvmlDeviceGetCount=lambda: 2,
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    gpus.warn_of_cpu_build.cache_clear()
-    gpus._warn_of_undetected_gpu.cache_clear()
     return module
 
 
@@ -153,34 +149,16 @@ def test_gpu_build_without_a_gpu_is_no_warning(gpu_build, environment, capsys, f
     assert capsys.readouterr().err == ""
 
 
-FAKE_NVML = """
-class NVMLError(Exception):
-    pass
-
-nvmlInit = nvmlShutdown = lambda: None
-nvmlDeviceGetHandleByIndex = lambda index: index
-nvmlDeviceGetName = lambda handle: "NVIDIA H200"
-nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
-nvmlSystemGetCudaDriverVersion = lambda: 12040
-nvmlDeviceGetCount = lambda: 1
-"""
-
-
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="tests a CPU build of Paddle")
 @pytest.mark.parametrize(
-    ("command", "count"), [("train.py", 1), ("train.py --device cpu", 0), ("-m paddle_resnet.lr_find", 1)]
+    ("main", "device", "count"), [(train.main, [], 1), (train.main, ["--device", "cpu"], 0), (lr_find.main, [], 1)]
 )
-def test_run_warns_of_cpu_build_at_startup(tmp_path, command, count):
-    (tmp_path / "pynvml.py").write_text(FAKE_NVML)
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment["PYTHONPATH"] = str(tmp_path)
+def test_run_warns_of_cpu_build_at_startup(nvml, tmp_path, capsys, main, device, count):
     # The run ends soon, because the checkpoint does not exist.
     flags = ["--image-shape", "3,32,32", "--data-format", "synthetic", "--from-pretrained-params", "nowhere"]
-    words = [sys.executable, *command.split(), *flags, "--output-dir", tmp_path / "output"]
-    done = subprocess.run(list(map(str, words)), cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    warning = 'the GPU (NVIDIA H200) is not used; install a GPU build with make venv PADDLE="3.3.1 -i URL"'
-    assert done.stderr.count(warning) == count, done.stderr
+    assert main([*flags, *device, "--output-dir", str(tmp_path / "output")]) == 2
+    warning = "the GPU (NVIDIA RTX 0) is not used; install a GPU build with make venv PADDLE=2.6.2"
+    assert capsys.readouterr().err.count(warning) == count
 
 
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="tests a CPU build of Paddle")

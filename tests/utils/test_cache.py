@@ -12,9 +12,8 @@ OTHER_USER = 54321
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """Clear the memoized path of the private folder, and return the path of the cache."""
+    """Return the path of a new cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache._private_folder.cache_clear()
     return tmp_path / "paddle_resnet"
 
 
