@@ -84,10 +84,9 @@ def decode(data: bytes, path: str | None = None) -> str | None:
 
 
 def _is_decoded_once(data):
-    """Return whether decoding the whole image finds all faults: whether the image is a JPEG without an EXIF block. To
-    decode a part of it, libjpeg-turbo reads a part of the same data, or DALI decodes the whole image. The other
-    decoders, which also decode JPEGs with an orientation, can decode damaged files of which they cannot decode parts.
-    """
+    """Return whether decoding the whole image finds all faults: whether the image is a JPEG without an EXIF block, and
+    not extremely large. To decode a part of it, libjpeg-turbo reads a part of the same data. The other decoders, which
+    also decode JPEGs with an orientation, can decode damaged files of which they cannot decode parts."""
     if not data.startswith(b"\xff\xd8") or b"Exif\0\0" in data:
         return False
     stream = nvimgcodec.CodeStream(data)

@@ -561,7 +561,7 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     saver.finish()
     (tmp_path / "Tiny" / ".1.partial").write_text("a file in place of the folder")
     saver.save(1)
-    with pytest.raises(RunError, match=r"Tiny/1: checkpoint cannot be written \(File exists\), .*; free disk space"):
+    with pytest.raises(RunError, match=r"Tiny/1: checkpoint cannot be written \(File exists\); .*; free disk space"):
         saver.save(2)
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 

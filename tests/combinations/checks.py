@@ -170,7 +170,7 @@ class Row:
         if processes.world_size() > 1:
             start_job()
         if self.is_short:
-            gc.collect()  # otherwise, earlier runs keep GPU memory, and each capture of a step searches their objects
+            gc.collect()  # free the GPU memory and the threads of earlier runs
         part = self._part("resumed" if "--resume" in flags else name)
         with part, static.scope_guard(static.Scope()), stopped_before(stop) as self.steps:
             return train.main([*row, *map(str, flags)])

@@ -279,8 +279,8 @@ def test_decoder_without_memory_is_replaced(monkeypatch):
 
 
 def test_images_of_which_only_parts_cannot_be_decoded_are_found(monkeypatch):
-    """The decoder of BMP files fills a truncated image. For an image that is this high and narrow, DALI chooses
-    invalid crops. Most JPEGs without an EXIF block are decoded only once."""
+    """DALI decodes a truncated BMP file with 32 bits, but no crop of it. In an image this high, DALI chooses invalid
+    crops. Most JPEGs without an EXIF block are decoded only once."""
     monkeypatch.setattr(bad_images, "_decoders", {})
     exif = Image.Exif()
     exif[0x0112] = 6

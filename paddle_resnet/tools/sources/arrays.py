@@ -14,6 +14,7 @@ import pickle
 import re
 import zipfile
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -200,7 +201,7 @@ class Unpickler(pickle.Unpickler):
     """Reads only arrays, numbers, text and containers of these. Raises pickle.UnpicklingError for references to other
     names, and any other exception for damaged files."""
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _PICKLED:
             raise pickle.UnpicklingError(f"refers to {module}.{name}, which data sets do not need")
         return super().find_class(module, name)
