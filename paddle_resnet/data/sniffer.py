@@ -35,6 +35,8 @@ LABEL_COLUMNS = (
     *("emotion", "finelabel", "coarselabel", "findinglabel", "findinglabels"),
 )
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest", "test")
+_INDEX_COLUMNS = ("", "index", "unnamed:0")  # the index of a table of pandas
+PIXEL_SPLIT_COLUMNS = ("usage", *SPLIT_COLUMNS[:4])
 PARTITION = "list_eval_partition"  # file that contains the splits of another table, without its suffix
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", *record_tables.SUFFIXES)
 PIXEL_SUFFIXES = (".csv", ".tsv")  # endings of tables that can contain pixels
@@ -355,11 +357,21 @@ def _pixels(root, paths):
         yield Sight(f"{_some(found)}: tables of pixels", WRITE)
 
 
-def is_pixel_table(path: str) -> bool:
-    """Return whether a file is a table with the pixels of gray square images, and with labels."""
+def is_pixel_table(path: str, label_column: str | None = None) -> bool:
+    """Return whether a file is a table with the pixels of gray square images, and with labels: a column label_column,
+    or a column that is_pixel_label accepts."""
     names = header(path) if path.lower().endswith(PIXEL_SUFFIXES) else []
     at = pixel_columns(names)
-    return bool(at) and len(names) > len(at) and math.isqrt(len(at)) ** 2 == len(at)
+    others = [name for i, name in enumerate(names) if i not in at]
+    return math.isqrt(len(at)) ** 2 == len(at) > 0 and any(
+        name == label_column or is_pixel_label(name) for name in others
+    )
+
+
+def is_pixel_label(name: str) -> bool:
+    """Return whether a column of a table of pixels can contain labels; the ids of images, the index of a row and splits
+    are not labels."""
+    return normalized(name) not in (*IMAGE_COLUMNS, *_INDEX_COLUMNS, *PIXEL_SPLIT_COLUMNS)
 
 
 def pixel_columns(names: list[str]) -> list[int]:

@@ -84,7 +84,7 @@ def read(
     options = options or Options()
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
-    kind_of_file = _kind_of_file(source)
+    kind_of_file = _kind_of_file(source, options.label_column)
     if os.path.isfile(source) and sniffer.is_archive(os.path.basename(source)):
         raise UsageError(f"{source}: {_archive(source)}")
     if os.path.isfile(source) and kind_of_file is None:
@@ -171,8 +171,8 @@ def import_(
     return kind, counts, None if classes is None else len(classes)
 
 
-def _kind_of_file(source):
-    if sniffer.is_pixel_table(os.fspath(source)):
+def _kind_of_file(source, label_column=None):
+    if sniffer.is_pixel_table(os.fspath(source), label_column):
         return "pixels"
     return next((kind for ending, kind in _FILES.items() if os.fspath(source).lower().endswith(ending)), None)
 

@@ -21,7 +21,6 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.files import open_regular
 
-_SPLIT_COLUMNS = ("usage", *sniffer.SPLIT_COLUMNS[:4])
 _FER2013 = {"publictest": "val", "privatetest": "test"}  # names of splits
 
 
@@ -37,7 +36,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         UsageError: there are no tables with labels, or several for a split; a column is missing or ambiguous; a row has
             a different number of pixels than the first row, or a value that is not a pixel; or a label is not a class.
     """
-    rows = [row for path in _tables(source) for row in _rows(path, options)]
+    rows = [row for path in _tables(source, options.label_column) for row in _rows(path, options)]
     labels = [row[2] for row in rows]
     if all(re.fullmatch(r"-?\d+", label) for label in labels):
         labels = [*map(int, labels)]
@@ -80,22 +79,27 @@ def read_png(path: str, offset: int, size: int, delimiter: str, start: int, stop
     return out.getvalue()
 
 
-def _tables(source):
+def _tables(source, label_column):
     """Return the paths of the tables with labels: for a file, this table and those of other splits next to it; for a
     folder, those in the folder or, if there are none, in its subfolders."""
     if os.path.isfile(source):
-        return [source, *filter(sniffer.is_pixel_table, table_sets.other_splits(source))]
+        return [source, *_labeled(table_sets.other_splits(source), label_column)]
     folders = [entry.path for entry in sorted(os.scandir(source), key=lambda e: e.name) if entry.is_dir()]
     for group in ([source], folders):
         paths = [os.path.join(folder, name) for folder in group for name in sorted(os.listdir(folder))]
-        paths = [path for path in paths if path.lower().endswith(sniffer.PIXEL_SUFFIXES)]
-        tables = [*filter(sniffer.is_pixel_table, paths)]
-        others = [path for path in paths if path not in tables and sniffer.pixel_columns(sniffer.header(path))]
-        if others:
-            logger.info(f"{some(others)} left out, because there are no labels")
-        if tables:
+        if tables := _labeled(paths, label_column):
             return tables
     raise UsageError(f"{source}: contains no tables of pixels with labels; use the folder that contains them")
+
+
+def _labeled(paths, label_column):
+    """Return the paths of the tables with labels, and log which tables of pixels are left out."""
+    paths = [path for path in paths if path.lower().endswith(sniffer.PIXEL_SUFFIXES)]
+    tables = [path for path in paths if sniffer.is_pixel_table(path, label_column)]
+    others = [path for path in paths if path not in tables and sniffer.pixel_columns(sniffer.header(path))]
+    if others:
+        logger.info(f"{some(others)} left out, because there are no labels")
+    return tables
 
 
 def _rows(path, options):
@@ -160,9 +164,9 @@ def _columns(path, names, options):
             raise UsageError(f"{path}: the columns {some(candidates)} are all candidates for {flag}; set one of them")
         return others[name or candidates[0]] if name or candidates else None
 
-    splits_of = [name for name in others if sniffer.normalized(name) in _SPLIT_COLUMNS]
+    splits_of = [name for name in others if sniffer.normalized(name) in sniffer.PIXEL_SPLIT_COLUMNS]
     at_split = index("--split-column", options.split_column, splits_of)
-    rest = [name for name, i in others.items() if i != at_split]
+    rest = [name for name, i in others.items() if i != at_split and sniffer.is_pixel_label(name)]
     known = [name for name in rest if sniffer.normalized(name) in sniffer.LABEL_COLUMNS]
     at_label = index("--label-column", options.label_column, known or rest)
     if at_label is None:

@@ -1,6 +1,7 @@
 """Tables of pixels: FER2013, and data sets like MNIST. Each remedy is obeyed; labels and pixels are compared."""
 
 import io
+import os
 
 import numpy as np
 import pytest
@@ -155,6 +156,27 @@ def test_columns_are_chosen_by_flags(tmp_path, capsys):
         sources.read(path, options=Options(label_column="x"))
     splits = sources.read(path, options=Options(label_column="age", split_column="gender"))[1]
     assert {split: len(images) for split, images in splits.items()} == {"train": 20, "val": 8}
+
+
+@pytest.mark.parametrize("name", ["id", "", "Unnamed: 0", "index"])
+def test_ids_and_indexes_are_not_labels(tmp_path, capsys, name):
+    digits(tmp_path / "x")
+    header = f"{name}," + ",".join(f"pixel{i}" for i in range(64))
+    write(tmp_path / "x/test.csv", [header], (f"{i},{columns(image)}" for i, (_, image) in enumerate(pictures("val"))))
+    for source in (tmp_path / "x", tmp_path / "x/train.csv"):
+        assert len(sources.read(source)[1]["val"]) == 4  # of the training images
+        assert "test.csv left out, because there are no labels" in capsys.readouterr().out
+    splits = sources.read(tmp_path / "x/train.csv", options=Options(label_column="label"))[1]
+    assert len(splits["train"]) + len(splits["val"]) == 20
+    os.remove(tmp_path / "x/train.csv")
+    assert "import" not in error_of_training(tmp_path / "x")
+
+
+def test_ids_are_labels_only_by_flag(tmp_path):
+    texts(tmp_path)
+    path = tmp_path / "a/letters.csv"
+    put(path, path.read_text().replace("class,", "name,"))
+    assert sources.read(path, options=Options(label_column="name"))[2] == ["a", "b", "c", "d"]
 
 
 # {name: (function that changes the text of the table, message)}
