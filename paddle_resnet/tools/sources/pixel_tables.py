@@ -9,14 +9,14 @@ import csv
 import io
 import math
 import os
-import re
 from collections import defaultdict
 
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import Image, log_once, read_slice, readable, some
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
-from paddle_resnet.tools.sources import splits, table_sets
+from paddle_resnet.tools.sources import splits, table_sets, tables
 from paddle_resnet.tools.sources.options import Options
+from paddle_resnet.tools.sources.table_files import Row
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.files import open_regular
@@ -37,21 +37,19 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
             a different number of pixels than the first row, or a value that is not a pixel; or a label is not a class.
     """
     rows = [row for path in _tables(source, options.label_column) for row in _rows(path, options)]
-    labels = [row[2] for row in rows]
-    if all(re.fullmatch(r"-?\d+", label) for label in labels):
-        labels = [*map(int, labels)]
-    numbers, names = splits.numbered(source, labels, None, lambda i: f"{rows[i][0]}: line {rows[i][3]}")
+    labels = [Row("", label, split, f"{path}: line {line}", "") for path, split, label, line, _ in rows]
+    numbers, names = tables.numbered(source, labels, None)
     found, paths = defaultdict(list), defaultdict(dict)
     for (path, split, _, line, place), label in zip(rows, numbers, strict=True):
         name = f"{os.path.basename(path)}@{line}/{len(found[split]):06d}.png"
         found[split].append(Image(name, path, label, read_png, place))
         paths[split][path] = None
-    if any(len(tables) > 1 for tables in paths.values()):
+    if any(len(several) > 1 for several in paths.values()):
         # A table that contains several splits is preferred.
-        best = max(paths["train"] or rows[0][:1], key=lambda path: sum(path in tables for tables in paths.values()))
+        best = max(paths["train"] or rows[0][:1], key=lambda path: sum(path in several for several in paths.values()))
         run = command("dataset", "import", best, "--output", f"{os.path.splitext(best)[0]}_imported")
-        tables = some(list(dict.fromkeys(path for path, *_ in rows)))
-        raise UsageError(f"{source}: contains several tables ({tables}); import one of them, such as `{run}`")
+        several = some(list(dict.fromkeys(path for path, *_ in rows)))
+        raise UsageError(f"{source}: contains several tables ({several}); import one of them, such as `{run}`")
     found = splits.train_and_val(source, found)
     splits.check_validation(source, found, names)
     return found, names
@@ -87,19 +85,19 @@ def _tables(source, label_column):
     folders = [entry.path for entry in sorted(os.scandir(source), key=lambda e: e.name) if entry.is_dir()]
     for group in ([source], folders):
         paths = [os.path.join(folder, name) for folder in group for name in sorted(os.listdir(folder))]
-        if tables := _labeled(paths, label_column):
-            return tables
+        if labeled := _labeled(paths, label_column):
+            return labeled
     raise UsageError(f"{source}: contains no tables of pixels with labels; use the folder that contains them")
 
 
 def _labeled(paths, label_column):
     """Return the paths of the tables with labels, and log which tables of pixels are left out."""
     paths = [path for path in paths if path.lower().endswith(sniffer.PIXEL_SUFFIXES)]
-    tables = [path for path in paths if sniffer.is_pixel_table(path, label_column)]
-    others = [path for path in paths if path not in tables and sniffer.pixel_columns(sniffer.header(path))]
+    labeled = [path for path in paths if sniffer.is_pixel_table(path, label_column)]
+    others = [path for path in paths if path not in labeled and sniffer.pixel_columns(sniffer.header(path))]
     if others:
         logger.info(f"{some(others)} left out, because there are no labels")
-    return tables
+    return labeled
 
 
 def _rows(path, options):

@@ -60,7 +60,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         raise UsageError(f"{source}: none of the images is in {root}; use the folder that contains the images")
     tables = {row.place.rpartition(": ")[0] for row in rows}
     names = names or _names_of(root, rows, tables)
-    labels, names = _numbered(source, rows, names)
+    labels, names = numbered(source, rows, names)
     splits = defaultdict(list)
     for row, label, path in zip(rows, labels, filter(None, paths), strict=True):
         splits[row.split].append(image_files.image(root, path, label))
@@ -156,10 +156,14 @@ def _are_copies(root, paths):
     return is_same_path and all(filecmp.cmp(first, other, shallow=False) for other in others)
 
 
-def _numbered(source, rows, names):
+def numbered(
+    source: str, rows: list[Row], names: tuple[str, list[str], int | None] | None
+) -> tuple[list[int], list[str] | None]:
     """Return (label of each row as a number, class names or None).
 
     Args:
+        source: the data set, for messages.
+        rows: rows of all splits.
         names: result of classes.label_names.
     Raises:
         UsageError: a row has no label or several labels, or its label is not a class.

@@ -198,7 +198,16 @@ BAD = {
         lambda text: text.replace("7 7 7,Training", "7 7 7,Tests"),
         "line 3: 'tests' is not a split; write train",
     ),
-    "label": (lambda text: text.replace("\n1,7 7 7", "\n-1,7 7 7"), "line 3: label -1 is not a class; correct it, or"),
+    "label": (lambda text: text.replace("\n1,7 7 7", "\n-1,7 7 7"), "line 3: label -1 is not a class; use whole"),
+    "no label": (
+        lambda text: text.replace("\n1,7 7 7", "\n,7 7 7"),
+        "line 3: has no label; write the label, or remove",
+    ),
+    "nan": (lambda text: text.replace("\n1,7 7 7", "\nnan,7 7 7"), "line 3: has no label; write the label, or remove"),
+    "fraction of a label": (
+        lambda text: text.replace("\n1,7 7 7", "\n1.5,7 7 7"),
+        "line 3: label 1.5 is not a class; use whole numbers",
+    ),
 }
 
 
@@ -213,6 +222,16 @@ def test_bad_rows_are_named(tmp_path, capsys, name):
     assert sources.read(path)[1]["train"]
     put(path, change(text))
     assert f"{path}: {message}" in error_of_import(tmp_path / "x", capsys).replace(f"{path} ", f"{path}: ")
+
+
+def test_labels_with_a_decimal_point_are_numbers(tmp_path):
+    header = "label," + ",".join(f"pixel{i}" for i in range(64))
+    texts = ("10.0", "2.", "1.0", "0") * 5
+    rows = [f"{label},{columns(image)}" for label, (_, image) in zip(texts, pictures("train"), strict=True)]
+    write(tmp_path / "x/train.csv", [header], rows)
+    _, splits, names = sources.read(tmp_path / "x")
+    assert names is None
+    assert {image.label for image in splits["train"]} == {0, 1, 2, 10}
 
 
 def test_table_without_rows(tmp_path, capsys):
