@@ -363,9 +363,11 @@ def is_pixel_table(path: str, label_column: str | None = None) -> bool:
     names = header(path) if path.lower().endswith(PIXEL_SUFFIXES) else []
     at = pixel_columns(names)
     others = [name for i, name in enumerate(names) if i not in at]
-    return math.isqrt(len(at)) ** 2 == len(at) > 0 and any(
-        name == label_column or is_pixel_label(name) for name in others
-    )
+    if not at or math.isqrt(len(at)) ** 2 != len(at):
+        return False
+    if not has_names(names, at):  # the import reports an undecided first line
+        return bool(others)
+    return any(name == label_column or is_pixel_label(name) for name in others)
 
 
 def is_pixel_label(name: str) -> bool:
@@ -376,13 +378,31 @@ def is_pixel_label(name: str) -> bool:
 
 def pixel_columns(names: list[str]) -> list[int]:
     """Return the indexes of the consecutive columns of a table that contain pixels: a column `pixels`, or columns such
-    as pixel0 or 1x1; [] if there are none. If all names are numbers, the table has no names of columns, and the first
-    column is the label."""
+    as pixel0 or 1x1; [] if there are none. If all cells of the first line are numbers, the first column contains
+    the labels."""
     at = [i for i, name in enumerate(names) if re.fullmatch(r"(pixels?)?_?\d+|\d+x\d+", name.strip().lower())]
     at = at[1:] if len(at) == len(names) and all(map(str.isdecimal, names)) else at
     if len(at) <= 9 or at != [*range(at[0], at[-1] + 1)]:
         at = [i for i, name in enumerate(names) if normalized(name) == "pixels"]
     return at
+
+
+def has_names(names: list[str], at: list[int]) -> bool | None:
+    """Return whether the first line `names` of a table of pixels consists of names of columns, or None if this cannot
+    be decided. In contrast to pixels, names that are numbers never repeat.
+
+    Args:
+        names: cells of the first line.
+        at: result of pixel_columns.
+    """
+    cells = [names[i].strip() for i in at]
+    if not all(map(str.isdecimal, cells)):
+        return True
+    numbers = [*map(int, cells)]
+    if len({*numbers}) < len(numbers):
+        return False
+    first = numbers[0]  # 2 if the columns are numbered from 1, and the first one contains the labels
+    return True if first <= 2 and numbers == [*range(first, first + len(numbers))] else None
 
 
 def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -150,9 +150,19 @@ def _columns(path, names, options):
     at = sniffer.pixel_columns(names)
     if not at:
         raise UsageError(f"{path}: contains no columns of pixels, such as pixel0, pixel1 ...; choose a different table")
-    if all(map(str.isdecimal, names)):
-        logger.info(f"{path}: has no names of columns; the first column contains the labels")
-        return at[0], at[-1] + 1, 0, None, False
+    add = "add a first line with the names of all columns, such as label,pixel0,pixel1 ..."
+    has_names = sniffer.has_names(names, at)
+    if has_names is None:
+        raise UsageError(f"{path}: line 1 contains different numbers, which may be names of columns or pixels; {add}")
+    if not has_names:
+        for flag, value in (("--label-column", options.label_column), ("--split-column", options.split_column)):
+            if value is not None:
+                raise UsageError(f"{flag} {value}: {path} has no names of columns; {add}, or remove {flag}")
+        at_label, *more = (i for i in range(len(names)) if i not in at)
+        if more:
+            raise UsageError(f"{path}: has {1 + len(more)} columns without pixels, but no names of columns; {add}")
+        logger.info(f"{path}: has no names of columns; column {at_label + 1} contains the labels")
+        return at[0], at[-1] + 1, at_label, None, False
     others = {name: i for i, name in enumerate(names) if i not in at}
 
     def index(flag, name, candidates):

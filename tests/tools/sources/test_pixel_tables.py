@@ -158,6 +158,45 @@ def test_columns_are_chosen_by_flags(tmp_path, capsys):
     assert {split: len(images) for split, images in splits.items()} == {"train": 20, "val": 8}
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_text_labels_without_names_of_columns(tmp_path, is_last):
+    cells = [["abcd"[k], columns(image)] for k, image in pictures("train")]
+    write(tmp_path / "x/train.csv", [], (",".join(row[::-1] if is_last else row) for row in cells))
+    _, splits, names = sources.read(tmp_path / "x")
+    assert len(splits["train"]) + len(splits["val"]) == 20
+    assert names == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("names", [range(65), range(1, 66), ("label", *range(64))])
+def test_names_of_columns_that_are_numbers(tmp_path, names):
+    header = ",".join(map(str, names))
+    write(tmp_path / "x/train.csv", [header], (f"{k},{columns(image)}" for k, image in pictures("train")))
+    splits = sources.read(tmp_path / "x")[1]
+    assert len(splits["train"]) + len(splits["val"]) == 20
+
+
+def test_first_line_that_may_be_a_row(tmp_path, capsys):
+    rows = [f"{k}," + ",".join(str(16 - i) for i in range(16)) for k in range(4)] * 2
+    write(tmp_path / "x/train.csv", [], rows)
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "train.csv: line 1 contains different numbers, which may be names of columns or pixels; add a first" in error
+    write(tmp_path / "x/train.csv", ["label," + ",".join(f"pixel{i}" for i in range(16))], rows)  # obey the message
+    splits = sources.read(tmp_path / "x")[1]
+    assert len(splits["train"]) + len(splits["val"]) == 8
+
+
+def test_flags_of_columns_without_names(tmp_path, capsys):
+    no_header()(tmp_path / "x")
+    for flag in ("--label-column", "--split-column"):
+        error = error_of_import(tmp_path / "x", capsys, flag, "64")
+        assert f"{flag} 64: {tmp_path}/x/mnist_" in error
+        assert ".csv has no names of columns; add a first line with the names of all columns, such as" in error
+        assert error.endswith(f"or remove {flag}\n")
+    write(tmp_path / "y/train.csv", [], (f"{columns(image)},{'abcd'[k]},x" for k, image in pictures("train")))
+    error = error_of_import(tmp_path / "y", capsys)
+    assert "train.csv: has 2 columns without pixels, but no names of columns; add a first line" in error
+
+
 @pytest.mark.parametrize("name", ["id", "", "Unnamed: 0", "index"])
 def test_ids_and_indexes_are_not_labels(tmp_path, capsys, name):
     digits(tmp_path / "x")
