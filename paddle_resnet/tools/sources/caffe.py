@@ -4,6 +4,7 @@ pickled tuples of an image file and its label."""
 
 import io
 import os
+import re
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from paddle_resnet.data.formats import lmdb
 from paddle_resnet.data.images import Image
 from paddle_resnet.tools.sources import arrays, splits
 from paddle_resnet.tools.sources.options import Options
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, counted
 
 PATTERN = r"data\.mdb"
 
@@ -25,13 +26,14 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     Returns:
         ({split: [Image]}, class names, or None if labels are numbers)
     Raises:
-        UsageError: there are no LMDBs, or none for training; an LMDB is damaged; or a label is not a class.
+        UsageError: there are no LMDBs, or none for training; an LMDB is damaged; an image has no label; a label
+            is not a class; or a class with validation images has no training images.
     """
     entries = []
     for split, paths in splits.files(source, PATTERN, options).items():
         for path in map(os.path.dirname, paths):
             keys = lmdb.keys(path)
-            if pairs := _pairs(keys):
+            if pairs := _pairs(path, keys):
                 entries += ((split, path, key, _label(path, twin), lmdb.read_value) for key, twin in pairs.items())
                 continue
             records = [key for key in keys if not key.startswith(b"__")]  # __keys__ and __len__ describe the LMDB
@@ -58,17 +60,35 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     for (split, path, key, _, kind), label in zip(entries, numbers, strict=True):
         name = f"{os.path.relpath(path, source)}@{_text(key)}/{len(found.get(split, [])):08d}"
         found.setdefault(split, []).append(Image(name, path, label, kind, (key,)))
-    return splits.train_and_val(source, found), names
+    found = splits.train_and_val(source, found)
+    splits.check_validation(source, found, names)
+    return found, names
 
 
-def _pairs(keys):
-    """Return {key of an image: key of its label}."""
+def _pairs(path, keys):
+    """Return {key of an image: key of its label}, or {} if there are no pairs. Raise UsageError if an image has no
+    label, or there are fewer pairs than the record num-samples states."""
     there, pairs = {*keys}, {}
     for key in keys:
         for word in (b"image", b"img"):
             if word in key and (twin := key.replace(word, b"label")) in there:
                 pairs[key] = twin
+    patterns = {_pattern(key) for key in pairs}
+    for key in keys:
+        if key not in pairs and _pattern(key) in patterns:
+            raise UsageError(f"{path}: record {_text(key)} has no label; add its label, or delete the record")
+    stated = lmdb.read_value(path, b"num-samples") if pairs else b""
+    if stated.isdigit() and int(stated) > len(pairs):
+        raise UsageError(
+            f"{path}: contains {counted(len(pairs), 'image')}, but num-samples is {int(stated)}; write the LMDB again, "
+            "or correct num-samples"
+        )
     return pairs
+
+
+def _pattern(key):
+    """Return a key with # instead of each number."""
+    return re.sub(rb"\d+", b"#", key)
 
 
 def _unpickled(path, key):

@@ -141,6 +141,35 @@ def test_pairs_of_image_and_label(tmp_path, label, names):
         assert colors_match(images)
 
 
+def pairs(number, k, data):
+    return [(f"image-{number:09d}", data), (f"label-{number:09d}", str(k).encode())]
+
+
+def test_image_without_label_is_named(tmp_path, capsys):
+    write_records(tmp_path / "x", lambda number, k, data: pairs(number, k, data)[: 1 if number == 5 else 2])
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "train: record image-000000005 has no label; add its label, or delete the record" in error
+    write_records(tmp_path / "y", lambda number, k, data: pairs(number, k, data) if number != 5 else [])  # obey it
+    assert len(sources.read(tmp_path / "y", "lmdb")[1]["train"]) == 11
+
+
+@pytest.mark.parametrize(("stated", "problem"), [(b"12", None), (b"13", "contains 12 images, but num-samples is 13")])
+def test_number_of_samples(tmp_path, capsys, stated, problem):
+    about = [("num-samples", stated), ("image-mean", b"x")]
+    write_records(tmp_path / "x", lambda number, k, data: [*pairs(number, k, data), *about])
+    if problem:
+        assert f"{problem}; write the LMDB again, or" in error_of_import(tmp_path / "x", capsys)
+    else:
+        assert len(sources.read(tmp_path / "x", "lmdb")[1]["train"]) == 12
+
+
+def test_class_without_training_images(tmp_path, capsys):
+    write(tmp_path / "x", lambda k, i: {**encoded(k, i), "label": k + (k == 3 and i >= 100)})
+    assert "has 1 class with validation images, but without training images (4); add" in error_of_import(
+        tmp_path / "x", capsys
+    )
+
+
 @pytest.mark.parametrize(("label", "names"), [(int, None), ("abcd".__getitem__, ["a", "b", "c", "d"])])
 def test_pickled_tuples(tmp_path, label, names):
     def records(number, k, data):
