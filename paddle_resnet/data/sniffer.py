@@ -52,6 +52,7 @@ _ANNOTATIONS = 100  # maximum number of text, JSON or .mat files in a folder; mo
 _HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
 _LINE = 4096  # number of bytes at the end of a list that are read to find its last line
 _HEAD = 1 << 16  # number of characters of a text file that are read to recognize it
+_FIRST_LINE = 1 << 20  # number of further characters of a first line that is longer than _HEAD
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, SUFFIXES)) + ")"
 _NATIVE = r"(train|val(idation)?)"  # how the names of the record files that training reads usually begin
 _SPLIT = rf"({'|'.join(SPLIT_OF)})"
@@ -376,18 +377,18 @@ def is_pixel_label(name: str) -> bool:
     return normalized(name) not in (*IMAGE_COLUMNS, *_INDEX_COLUMNS, *PIXEL_SPLIT_COLUMNS)
 
 
-def pixel_columns(names: list[str]) -> list[int]:
+def pixel_columns(names: list[str]) -> range:
     """Return the indexes of the consecutive columns of a table that contain pixels: a column `pixels`, or columns such
-    as pixel0 or 1x1; [] if there are none. If all cells of the first line are numbers, the first column contains
-    the labels."""
+    as pixel0 or 1x1; an empty range if there are none. If all cells of the first line are numbers, the first
+    column contains the labels."""
     at = [i for i, name in enumerate(names) if re.fullmatch(r"(pixels?)?_?\d+|\d+x\d+", name.strip().lower())]
     at = at[1:] if len(at) == len(names) and all(map(str.isdecimal, names)) else at
     if len(at) <= 9 or at != [*range(at[0], at[-1] + 1)]:
         at = [i for i, name in enumerate(names) if normalized(name) == "pixels"]
-    return at
+    return range(at[0], at[-1] + 1) if at else range(0)
 
 
-def has_names(names: list[str], at: list[int]) -> bool | None:
+def has_names(names: list[str], at: range) -> bool | None:
     """Return whether the first line `names` of a table of pixels consists of names of columns, or None if this cannot
     be decided. In contrast to pixels, names that are numbers never repeat.
 
@@ -568,13 +569,15 @@ def text_header(lines: list[str]) -> tuple[int, list[str]]:
 
 
 def _head(path):
-    """Return the first _HEAD characters of a text file, or "" if it cannot be read."""
+    """Return the first _HEAD characters of a text file, and the rest of the first line if it is longer; or "" if the
+    file cannot be read."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: damaged UTF-16
         if os.path.isfile(path):  # a pipe could block
             with open(path, "rb") as f:
                 name = encoding(f.read(2))
             with open(path, encoding=name, errors="replace") as f:
-                return f.read(_HEAD)
+                head = f.read(_HEAD)
+                return head if "\n" in head else head + f.readline(_FIRST_LINE)
     return ""
 
 

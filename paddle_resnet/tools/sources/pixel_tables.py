@@ -21,6 +21,7 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.files import open_regular
 
+csv.field_size_limit(1 << 24)  # characters in a column `pixels`; the default can be too few for 182 x 182 pixels
 _FER2013 = {"publictest": "val", "privatetest": "test"}  # names of splits
 
 
@@ -189,6 +190,6 @@ def _pixels(cells, place):
         return bytes(map(int, cells))
     except ValueError as e:
         wrong = next((cell for cell in cells if not (cell.strip().isdecimal() and int(cell) < 256)), "")
-        raise UsageError(
-            f"{place}: {wrong[:50]!a} is not a whole number from 0 to 255; correct or remove the row"
-        ) from e
+        is_fraction = tables.is_float(wrong.strip()) and not wrong.strip().lstrip("+-").isdecimal()
+        remedy = "write all pixels without a decimal point or exponent" if is_fraction else "correct or remove the row"
+        raise UsageError(f"{place}: {wrong[:50]!a} is not a whole number from 0 to 255; {remedy}") from e

@@ -177,7 +177,7 @@ def numbered(
                 f"{row.place}: has several labels ({row.label[:50]}); the import writes one label per image, so "
                 "keep one"
             )
-    if not all(_is_float(row.label) for row in rows):
+    if not all(is_float(row.label) for row in rows):
         _check_several(rows)
         return _numbered_names(rows, names)
     labels = []
@@ -231,7 +231,8 @@ def _numbered_names(rows, names):
     return [label_of[row.label] for row in rows], names
 
 
-def _is_float(text):
+def is_float(text: str) -> bool:
+    """Return whether a text is a decimal number, possibly with a fraction or an exponent."""
     return re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE | re.ASCII) is not None
 
 

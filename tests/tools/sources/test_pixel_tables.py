@@ -227,7 +227,14 @@ BAD = {
         "line 3: '256' is not a whole number from 0 to 255",
     ),
     "negative": (lambda text: text.replace(" 7 7 7,", " 7 -1 7,"), "line 3: '-1' is not a whole number from 0 to 255"),
-    "fraction": (lambda text: text.replace(" 7 7 7,", " 7 0.5 7,"), "line 3: '0.5' is not a whole number from 0 to"),
+    "fraction": (
+        lambda text: text.replace(" 7 7 7,", " 7 0.5 7,"),
+        "line 3: '0.5' is not a whole number from 0 to 255; write all",
+    ),
+    "exponent": (
+        lambda text: text.replace(" 7 7 7,", " 7 7e0 7,"),
+        "line 3: '7e0' is not a whole number from 0 to 255; write",
+    ),
     "text": (lambda text: text.replace(" 7 7 7,", " 7 x 7,"), "line 3: 'x' is not a whole number from 0 to 255; corr"),
     "columns": (
         lambda text: text.replace(" 7 7 7,", " 7 7 7,,"),
@@ -271,6 +278,20 @@ def test_labels_with_a_decimal_point_are_numbers(tmp_path):
     _, splits, names = sources.read(tmp_path / "x")
     assert names is None
     assert {image.label for image in splits["train"]} == {0, 1, 2, 10}
+
+
+def test_long_lines(tmp_path):
+    """The first line has more than 64 KiB, or a cell more than 128 KiB."""
+    rows = [(f"{k}", np.full(96 * 96, k)) for k in range(4)] * 2
+    header = "label," + ",".join(f"pixel{i}" for i in range(96 * 96))
+    write(tmp_path / "x/train.csv", [header], (f"{k},{columns(image)}" for k, image in rows))
+    row = " ".join(["100"] * 224 * 224)
+    write(tmp_path / "y/train.csv", ["label,pixels"], (f"{k},{row}" for k, _ in rows))
+    for source, side in ((tmp_path / "x", 96), (tmp_path / "y", 224)):
+        images = DataRoot(obey(error_of_training(source))).images(Mode.TRAIN)[1]
+        assert len(images) == 4
+        with Image.open(io.BytesIO(read_image(next(iter(images)))[0])) as picture:
+            assert picture.size == (side, side)
 
 
 def test_table_without_rows(tmp_path, capsys):
