@@ -354,6 +354,12 @@ def _pixels(root, paths):
     labeled = [path for path in found if is_pixel_table(os.path.join(root, path))]
     if labeled:
         yield Sight(f"{_some(labeled)}: tables of pixels", f"run {import_command(root)}", "pixels", True, root)
+        return
+    names = header(os.path.join(root, found[0])) if found else []
+    at = pixel_columns(names)
+    if _is_square(at) and len(names) > len(at):
+        todo = "add a column label with the class of each image, or import one of these files with --label-column"
+        yield Sight(f"{_some(found)}: tables of pixels without a column of labels", todo)
     elif found:
         yield Sight(f"{_some(found)}: tables of pixels", WRITE)
 
@@ -364,11 +370,15 @@ def is_pixel_table(path: str, label_column: str | None = None) -> bool:
     names = header(path) if path.lower().endswith(PIXEL_SUFFIXES) else []
     at = pixel_columns(names)
     others = [name for i, name in enumerate(names) if i not in at]
-    if not at or math.isqrt(len(at)) ** 2 != len(at):
+    if not _is_square(at):
         return False
     if not has_names(names, at):  # the import reports an undecided first line
         return bool(others)
     return any(name == label_column or is_pixel_label(name) for name in others)
+
+
+def _is_square(at):
+    return math.isqrt(len(at)) ** 2 == len(at) > 0
 
 
 def is_pixel_label(name: str) -> bool:
@@ -457,8 +467,9 @@ def is_table(
         has_images = image_column in names
     elif is_record_file:  # records that do not describe images can also have an id or a name
         has_images = bool(image_columns(path, is_image))
-    else:
-        has_images = not known.isdisjoint(IMAGE_COLUMNS) or bool(image_columns(path, is_image))
+    else:  # a table of pixels can also have an id
+        is_known = not known.isdisjoint(IMAGE_COLUMNS) and not is_pixel_table(path)
+        has_images = is_known or bool(image_columns(path, is_image))
     has_two = len(names) == 2 and known.isdisjoint(SPLIT_COLUMNS) and not is_record_file
     has_labels = label_column in names if label_column else has_two or not known.isdisjoint(LABEL_COLUMNS)
     return has_images and (has_labels or (label_column is None and is_one_hot(path)))

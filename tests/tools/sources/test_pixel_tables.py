@@ -207,8 +207,12 @@ def test_ids_and_indexes_are_not_labels(tmp_path, capsys, name):
         assert "test.csv left out, because there are no labels" in capsys.readouterr().out
     splits = sources.read(tmp_path / "x/train.csv", options=Options(label_column="label"))[1]
     assert len(splits["train"]) + len(splits["val"]) == 20
-    os.remove(tmp_path / "x/train.csv")
-    assert "import" not in error_of_training(tmp_path / "x")
+    os.rename(tmp_path / "x/test.csv", tmp_path / "x/train.csv")
+    error = error_of_training(tmp_path / "x")
+    assert "train.csv: tables of pixels without a column of labels; add a column label with the class of" in error
+    rows = (f"{i},{k},{columns(image)}" for i, (k, image) in enumerate(pictures("val")))
+    write(tmp_path / "x/train.csv", [header.replace(",", ",label,", 1)], rows)  # obey the message
+    assert {image.label for image in sources.read(tmp_path / "x")[1]["train"]} == {0, 1, 2, 3}
 
 
 def test_ids_are_labels_only_by_flag(tmp_path):
