@@ -237,7 +237,8 @@ def _rows_of_folder(root, images, options):
         if all(os.path.isfile(os.path.join(root, file)) for file in files):
             return read_rows(root)
     if food := official.food(root):
-        return food, None
+        # The download also contains labels.txt, in which the same names are written differently.
+        return food, label_names(root, [os.path.join(root, "meta", "labels.txt")])
     tables = _tables(root, images, options)
     if not tables:
         raise UsageError(

@@ -148,6 +148,7 @@ def food(kind):
             text = json.dumps(paths) if kind == "json" else "".join(f"{p}\n" for some in paths.values() for p in some)
             put(root / f"meta/{file}.{kind}", text)
         put(root / "meta/classes.txt", "".join(f"{name}\n" for name in NAMES))
+        put(root / "meta/labels.txt", "".join(f"{name.title()}\n" for name in NAMES))
 
     return build
 
