@@ -114,6 +114,15 @@ def test_one_of_several_attributes_is_imported(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["CelebA", "CelebA of Kaggle"])
+def test_column_of_celeba_is_found_among_other_lists(tmp_path, name):
+    SEVERAL[name][0](tmp_path)
+    put(tmp_path / "identity_CelebA.txt", "".join(f"{file}.jpg {k}\n" for k, file in items("train")))
+    images = sources.read(tmp_path, options=Options(label_column="Male"))[1]["train"]
+    expected = {(color_of(read_image(each)[0]), each.label) for each in images}
+    assert expected == {(0, 0), (1, 1), (2, 1), (3, 1)}
+
+
+@pytest.mark.parametrize("name", ["CelebA", "CelebA of Kaggle"])
 def test_official_splits_of_celeba(tmp_path, capsys, name):
     root = tmp_path / "x"
     SEVERAL[name][0](root)
