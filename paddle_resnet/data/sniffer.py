@@ -134,7 +134,7 @@ LAYOUTS = (
     Layout(r"(.*/)?(train|test|extra)_32x32\.mat", "arrays of SVHN", "array", needs=r"(.*/)?train_32x32\.mat"),
     Layout(r"[^/]+\.npz", "arrays", "array"),
     Layout(r"imagelabels\.mat", "labels of Oxford Flowers 102", "table", needs=r"setid\.mat"),
-    Layout(r"(train|file)_list\.mat", "lists of Stanford Dogs", "table", needs=r"test_list\.mat"),
+    Layout(r"(lists/)?(train|file)_list\.mat", "lists of Stanford Dogs", "table", needs=r"(lists/)?test_list\.mat"),
     Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=WRITE),
     Layout(r"[^/]+\.(lmdb|mdb)", "LMDBs in single files", todo=WRITE),
