@@ -295,12 +295,13 @@ def _several_labels(root, paths, is_image):
             continue
         if attributes:
             columns = list(attributes)
+            has_images = image_columns(file, ImageSearch(os.path.dirname(file), _SEARCHED_FILES).is_image)
             run = command(
-                *("dataset", "import", file, "--label-column", columns[0]),
+                *("dataset", "import", file if has_images else root, "--label-column", columns[0]),
                 *("--output", f"{os.path.abspath(root)}_imported"),
             )
             todo += f"; for one of the labels, run `{run}`, or choose {', '.join(columns[1:5])}"
-            partition = [name for name in paths if re.fullmatch(rf"{PARTITION}\.(txt|csv)", name)]
+            partition = [name for name in paths if re.fullmatch(rf"(Eval/)?{PARTITION}\.(txt|csv)", name)]
             todo += "".join(f"; {name} contains the splits" for name in partition[:1])
         elif " " in several and "," not in several and (labels := label_columns(file)):
             run = import_command(root, "--label-column", labels[0])

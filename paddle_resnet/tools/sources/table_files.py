@@ -83,9 +83,11 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
 
 
 def with_splits(root: str, rows: list[Row]) -> list[Row]:
-    """If no row has a split, and the folder `root` contains list_eval_partition.txt or .csv, as CelebA, return the rows
-    with the splits in this file: 0 or train, 1 or val, 2 or test. Otherwise, return the rows."""
-    paths = [os.path.join(root, f"{sniffer.PARTITION}{suffix}") for suffix in (".txt", ".csv")]
+    """If no row has a split, and the folder `root` or its folder Eval contains list_eval_partition.txt or .csv, as
+    CelebA, return the rows with the splits in this file: 0 or train, 1 or val, 2 or test. Otherwise, return the rows.
+    """
+    names = [f"{sniffer.PARTITION}{suffix}" for suffix in (".txt", ".csv")]
+    paths = [os.path.join(root, folder, name) for folder in ("", "Eval") for name in names]
     path = next(filter(os.path.isfile, paths), None)
     if path is None or any(row.split for row in rows):
         return rows
