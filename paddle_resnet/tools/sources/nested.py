@@ -5,7 +5,7 @@ import os
 from collections import defaultdict
 
 from paddle_resnet.data.classes import warn_of_background
-from paddle_resnet.data.image_search import SUFFIXES, walk
+from paddle_resnet.data.image_search import images_below
 from paddle_resnet.data.images import Image
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources import image_files, splits
@@ -30,7 +30,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         UsageError: the class folders are at different depths, or two have the same class name; images are outside class
             folders or next to the splits; or there are no training images, or none of a class.
     """
-    paths = [path for path in walk(source) if path.lower().endswith(SUFFIXES)]
+    paths = images_below(source)
     if not paths:
         raise UsageError(f"{source}: contains no images in folders; use the folder that contains them")
     shared = os.path.commonpath(map(os.path.dirname, paths))
@@ -72,6 +72,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     found = splits.train_and_val(source, found)
     depth = _depth(source, found) if options.class_depth is None else options.class_depth
     for path, parts in (entry for entries in found.values() for entry in entries):
+        if not parts:
+            raise UsageError(f"{source}: {path} is outside class folders; move it to a class folder, or remove it")
         if len(parts) < abs(depth):
             raise UsageError(
                 f"{source}: {path} is in fewer than {counted(abs(depth), 'class folder')}; use a --class-depth closer "
@@ -142,13 +144,12 @@ def _depth(source, found):
     examples = {}
     for path, parts in (entry for entries in found.values() for entry in entries):
         examples.setdefault(len(parts), path)
-    if len(examples) > 1:
+    if len(examples) > 1 and 0 not in examples:
         shown = ", ".join(examples[depth] for depth in sorted(examples)[:5])
         raise UsageError(
             f"{source}: images are nested at different depths ({shown}); set --class-depth to the number of folders "
             "that form a class, or to all if each folder with images is a class"
         )
-    (depth,) = examples
-    if depth == 0:
+    if not max(examples):
         raise UsageError(f"{source}: contains images outside class folders; put the images into one folder per class")
-    return depth
+    return max(examples)
