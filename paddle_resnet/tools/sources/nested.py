@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from paddle_resnet.data.classes import warn_of_background
 from paddle_resnet.data.image_search import images_below
-from paddle_resnet.data.images import Image
+from paddle_resnet.data.images import Image, some
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources import image_files, splits
 from paddle_resnet.tools.sources.options import Options
@@ -27,8 +27,9 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     Returns:
         ({split: [Image]}, class names in label order)
     Raises:
-        UsageError: the class folders are at different depths, or two have the same class name; images are outside class
-            folders or next to the splits; or there are no training images, or none of a class.
+        UsageError: the class folders are at different depths, or two have the same class name; a folder contains a copy
+            of itself; images are outside class folders or next to the splits; or there are no training images,
+            or none of a class.
     """
     paths = images_below(source)
     if not paths:
@@ -37,6 +38,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     parts_of = {
         path: os.path.relpath(path, shared).split(os.sep)[:-1] if shared else path.split(os.sep)[:-1] for path in paths
     }
+    _check_copies(source, shared, parts_of.values())
     top = sorted({parts[0] for parts in parts_of.values() if parts})
     has_splits = bool(top) and all(map(split_of, top))
     if not has_splits and "train" in map(split_of, top):
@@ -103,6 +105,21 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         split: [image_files.image(source, path, label_of[_class(parts, depth)]) for path, parts in entries]
         for split, entries in found.items()
     }, ordered
+
+
+def _check_copies(source, shared, all_parts):
+    """Raise UsageError if a folder contains a copy of itself, as cell_images/cell_images in a data set of Kaggle."""
+    children = defaultdict(set)
+    for parts in all_parts:
+        for i, name in enumerate(parts):
+            children[tuple(parts[:i])].add(name)
+    for folder, names in sorted(children.items()):
+        if len(names) > 1 and folder and names == children[folder[:-1]] - {folder[-1]}:
+            copy = os.path.join(shared, *folder)
+            raise UsageError(
+                f"{source}: {copy} contains the same folders as the folder around it ({some(sorted(names))}), so it "
+                f"may be a copy; remove {copy}"
+            )
 
 
 def _without_kinds(source, parts_of):

@@ -182,3 +182,17 @@ def test_images_in_unsupported_formats_are_reported(tmp_path, capsys, kind):
     put(tmp_path / "train/fox_1.avif", b"x")
     sources.read(tmp_path, kind)
     assert "1 file left out, because the format cannot be read (train/fox_1.avif)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", [None, 0, -1])
+@pytest.mark.parametrize("outer", ["", "cells"])
+def test_folder_that_contains_a_copy_of_itself_is_named(tmp_path, outer, depth):
+    """Kaggle's cell images for malaria."""
+    write(tmp_path / outer, lambda split, k: f"c{k}", ("train",))
+    write(tmp_path / outer / "copy", lambda split, k: f"c{k}", ("train",))
+    with pytest.raises(UsageError, match=r"copy contains the same folders as the folder around it \(c0, c1, c2, c3\)"):
+        sources.read(tmp_path, "nested", Options(class_depth=depth))
+    shutil.rmtree(tmp_path / outer / "copy")
+    _, splits, classes = sources.read(tmp_path, "nested", Options(class_depth=depth))
+    assert classes == ["c0", "c1", "c2", "c3"]
+    assert sum(map(len, splits.values())) == 20
