@@ -6,8 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from paddle_resnet.data.images import CONVERTED_SUFFIXES, IMAGE_SUFFIXES, is_system_name
+from paddle_resnet.data.images import CONVERTED_SUFFIXES, IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, is_system_name, some
 from paddle_resnet.data.split_names import split_of
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import counted
 
 SUFFIXES = (*IMAGE_SUFFIXES, *CONVERTED_SUFFIXES)
 ELSEWHERE = re.compile(r"/|[a-z]:[\\/]|[a-z0-9]+://", re.IGNORECASE)  # start of an absolute path or a URL
@@ -89,6 +91,18 @@ class ImageSearch:
 def _keys(name):
     stem, suffix = os.path.splitext(name)
     return (name, stem) if suffix.lower() in SUFFIXES else (name,)
+
+
+def images_below(root: str) -> list[str]:
+    """Return the paths, relative to root, of the image files in a folder and its subfolders. If there are also images
+    in formats that cannot be read, log a warning."""
+    files = [*walk(root)]
+    if unsupported := [path for path in files if path.lower().endswith(UNSUPPORTED_SUFFIXES)]:
+        logger.warn(
+            f"{root}: {counted(len(unsupported), 'file')} left out, because the format cannot be read "
+            f"({some(unsupported)}); convert to JPEG or PNG to import"
+        )
+    return [path for path in files if path.lower().endswith(SUFFIXES)]
 
 
 def walk(root: str, folder: str = "", seen: frozenset[str] = frozenset()) -> Iterator[str]:

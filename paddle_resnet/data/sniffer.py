@@ -137,7 +137,7 @@ LAYOUTS = (
     Layout(r"(.*/)?(train|test|extra)_32x32\.mat", "arrays of SVHN", "array", needs=r"(.*/)?train_32x32\.mat"),
     Layout(r"[^/]+\.npz", "arrays", "array"),
     Layout(r"imagelabels\.mat", "labels of Oxford Flowers 102", "table", needs=r"setid\.mat"),
-    Layout(r"(train|file)_list\.mat", "lists of Stanford Dogs", "table", needs=r"test_list\.mat"),
+    Layout(r"(lists/)?(train|file)_list\.mat", "lists of Stanford Dogs", "table", needs=r"(lists/)?test_list\.mat"),
     Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=WRITE),
     Layout(r"[^/]+\.(lmdb|mdb)", "LMDBs in single files", todo=WRITE),
@@ -298,12 +298,13 @@ def _several_labels(root, paths, is_image):
             continue
         if attributes:
             columns = list(attributes)
+            has_images = image_columns(file, ImageSearch(os.path.dirname(file), _SEARCHED_FILES).is_image)
             run = command(
-                *("dataset", "import", file, "--label-column", columns[0]),
+                *("dataset", "import", file if has_images else root, "--label-column", columns[0]),
                 *("--output", f"{os.path.abspath(root)}_imported"),
             )
             todo += f"; for one of the labels, run `{run}`, or choose {', '.join(columns[1:5])}"
-            partition = [name for name in paths if re.fullmatch(rf"{PARTITION}\.(txt|csv)", name)]
+            partition = [name for name in paths if re.fullmatch(rf"(Eval/)?{PARTITION}\.(txt|csv)", name)]
             todo += "".join(f"; {name} contains the splits" for name in partition[:1])
         elif " " in several and "," not in several and (labels := label_columns(file)):
             run = import_command(root, "--label-column", labels[0])

@@ -9,31 +9,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paddle_resnet.data import image_files, sniffer, split_names
-from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES, is_system_name, is_utf8, log_once, some
+from paddle_resnet.data.images import (
+    CONVERTED_SUFFIXES,
+    IMAGE_ENDINGS,
+    IMAGE_SUFFIXES,
+    UNSUPPORTED_SUFFIXES,
+    is_system_name,
+    is_utf8,
+    log_once,
+    some,
+)
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted, printable
 from paddle_resnet.utils.mode import Mode
 
 EXAMPLE = "{}/"
 NAMES = "(?P<set>{split})"
-# Suffixes of image files that training cannot read.
-_UNSUPPORTED = (
-    ".heic",
-    ".heif",
-    ".avif",
-    ".gif",
-    ".jp2",
-    ".jxl",
-    ".dng",
-    ".cr2",
-    ".nef",
-    ".arw",
-    ".psd",
-    ".svg",
-    ".dcm",
-    ".ppm",
-    ".pgm",
-)
 HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 SEARCHED = 20  # maximum number of class folders that are searched for images to recognize a split
@@ -227,7 +218,11 @@ def ignored_files(image_root: str, mode: Mode) -> list[str]:
 
 def unsupported(image_root: str, mode: Mode) -> str | None:
     """Return the remedy for a split whose images all have an unsupported format, or None if there are none."""
-    files = [name for name in ignored_files(image_root, mode) if name.lower().endswith(_UNSUPPORTED)]
+    files = [
+        name
+        for name in ignored_files(image_root, mode)
+        if name.lower().endswith((*CONVERTED_SUFFIXES, *UNSUPPORTED_SUFFIXES))
+    ]
     if not files:
         return None
     return f"{counted(len(files), 'file')} such as {files[0]} must be converted to JPEG or PNG"

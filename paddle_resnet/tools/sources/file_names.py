@@ -4,7 +4,7 @@ import os
 from collections import Counter, defaultdict
 
 from paddle_resnet.data.class_in_name import class_of, is_ambiguous
-from paddle_resnet.data.image_search import SUFFIXES, walk
+from paddle_resnet.data.image_search import images_below
 from paddle_resnet.data.images import Image, some
 from paddle_resnet.data.split_names import split_of
 from paddle_resnet.tools.sources import image_files, splits
@@ -30,10 +30,9 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
             class, or one without training images; or a class has only one image.
     """
     found = defaultdict(list)
-    for path in walk(source):
-        if path.lower().endswith(SUFFIXES):
-            folders = os.path.dirname(path).split(os.sep)
-            found[next(filter(None, map(split_of, reversed(folders))), "train")].append(path)
+    for path in images_below(source):
+        folders = os.path.dirname(path).split(os.sep)
+        found[next(filter(None, map(split_of, reversed(folders))), "train")].append(path)
     for split in [split for split in found if split != "train" and not any(map(class_of, found[split]))]:
         paths = found.pop(split)
         logger.info(f"{source}: {counted(len(paths), 'image')} without a class in the name left out ({some(paths)})")

@@ -5,8 +5,8 @@ import os
 from collections import defaultdict
 
 from paddle_resnet.data.classes import warn_of_background
-from paddle_resnet.data.image_search import SUFFIXES, walk
-from paddle_resnet.data.images import Image
+from paddle_resnet.data.image_search import images_below
+from paddle_resnet.data.images import Image, some
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources import image_files, splits
 from paddle_resnet.tools.sources.options import Options
@@ -27,16 +27,18 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     Returns:
         ({split: [Image]}, class names in label order)
     Raises:
-        UsageError: the class folders are at different depths, or two have the same class name; images are outside class
-            folders or next to the splits; or there are no training images, or none of a class.
+        UsageError: the class folders are at different depths, or two have the same class name; a folder contains a copy
+            of itself; images are outside class folders or next to the splits; or there are no training images,
+            or none of a class.
     """
-    paths = [path for path in walk(source) if path.lower().endswith(SUFFIXES)]
+    paths = images_below(source)
     if not paths:
         raise UsageError(f"{source}: contains no images in folders; use the folder that contains them")
     shared = os.path.commonpath(map(os.path.dirname, paths))
     parts_of = {
         path: os.path.relpath(path, shared).split(os.sep)[:-1] if shared else path.split(os.sep)[:-1] for path in paths
     }
+    _check_copies(source, shared, parts_of.values())
     top = sorted({parts[0] for parts in parts_of.values() if parts})
     has_splits = bool(top) and all(map(split_of, top))
     if not has_splits and "train" in map(split_of, top):
@@ -72,6 +74,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     found = splits.train_and_val(source, found)
     depth = _depth(source, found) if options.class_depth is None else options.class_depth
     for path, parts in (entry for entries in found.values() for entry in entries):
+        if not parts:
+            raise UsageError(f"{source}: {path} is outside class folders; move it to a class folder, or remove it")
         if len(parts) < abs(depth):
             raise UsageError(
                 f"{source}: {path} is in fewer than {counted(abs(depth), 'class folder')}; use a --class-depth closer "
@@ -101,6 +105,21 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         split: [image_files.image(source, path, label_of[_class(parts, depth)]) for path, parts in entries]
         for split, entries in found.items()
     }, ordered
+
+
+def _check_copies(source, shared, all_parts):
+    """Raise UsageError if a folder contains a copy of itself, as cell_images/cell_images in a data set of Kaggle."""
+    children = defaultdict(set)
+    for parts in all_parts:
+        for i, name in enumerate(parts):
+            children[tuple(parts[:i])].add(name)
+    for folder, names in sorted(children.items()):
+        if len(names) > 1 and folder and names == children[folder[:-1]] - {folder[-1]}:
+            copy = os.path.join(shared, *folder)
+            raise UsageError(
+                f"{source}: {copy} contains the same folders as the folder around it ({some(sorted(names))}), so it "
+                f"may be a copy; remove {copy}"
+            )
 
 
 def _without_kinds(source, parts_of):
@@ -142,13 +161,12 @@ def _depth(source, found):
     examples = {}
     for path, parts in (entry for entries in found.values() for entry in entries):
         examples.setdefault(len(parts), path)
-    if len(examples) > 1:
+    if len(examples) > 1 and 0 not in examples:
         shown = ", ".join(examples[depth] for depth in sorted(examples)[:5])
         raise UsageError(
             f"{source}: images are nested at different depths ({shown}); set --class-depth to the number of folders "
             "that form a class, or to all if each folder with images is a class"
         )
-    (depth,) = examples
-    if depth == 0:
+    if not max(examples):
         raise UsageError(f"{source}: contains images outside class folders; put the images into one folder per class")
-    return depth
+    return max(examples)

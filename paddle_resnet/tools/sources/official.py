@@ -105,11 +105,13 @@ def flowers(root: str) -> tuple[list[Row], None]:
 
 
 def dogs(root: str) -> tuple[list[Row], Names]:
-    """Read Stanford Dogs: train_list.mat and test_list.mat with `file_list`, paths such as n02085620-Chihuahua/1.jpg,
-    and `labels` from 1. Return ([Row], (path of test_list.mat, names of the class folders in label order, None))."""
+    """Read Stanford Dogs: train_list.mat and test_list.mat, also in lists/, with `file_list`, paths such as
+    n02085620-Chihuahua/1.jpg, and `labels` from 1. Return ([Row], (path of test_list.mat, names of the class folders in
+    label order, None))."""
     rows, folder_of = [], {}
+    lists = root if os.path.isfile(os.path.join(root, "train_list.mat")) else os.path.join(root, "lists")
     for split in ("train", "test"):
-        path = os.path.join(root, f"{split}_list.mat")
+        path = os.path.join(lists, f"{split}_list.mat")
         images, labels = _variables(path, file_list=str, labels=int)
         if len(images) != len(labels):
             raise UsageError(f"{path}: has {len(images)} images and {len(labels)} labels; download it again")
@@ -187,6 +189,7 @@ def food(root: str) -> list[Row]:
 DATA_SETS = (
     (("imagelabels.mat", "setid.mat"), flowers),
     (("train_list.mat", "test_list.mat"), dogs),
+    (("lists/train_list.mat", "lists/test_list.mat"), dogs),  # as unpacked from lists.tar
     (("images.txt", "image_class_labels.txt"), cub),
     (("annotations/trainval.txt",), pets),
     (("val/val_annotations.txt",), tiny_imagenet),

@@ -31,3 +31,9 @@ class Options:
     delimiter: str | None = None
     label_index: int | None = None
     class_depth: int | None = None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """{flag: name of a column} for the flags of columns that are set."""
+        flags = {f"--{part}-column": getattr(self, f"{part}_column") for part in ("image", "label", "split")}
+        return {flag: name for flag, name in flags.items() if name is not None}

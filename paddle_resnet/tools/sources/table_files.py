@@ -71,8 +71,8 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
         relative = os.path.relpath(path, root)
         folder, name = os.path.split(relative)
         split = split_of(relative)
-        if name == ROBOFLOW or (options.label_column is None and sniffer.is_one_hot(path)):
-            rows += _one_hot(path, folder, split)
+        if options.label_column is None and (name == ROBOFLOW or sniffer.is_one_hot(path)):
+            rows += _one_hot(path, folder, split, options)
         elif (path.endswith(".txt") and sniffer.header(path)) or (
             path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, folder, images, options)
         ):
@@ -83,9 +83,11 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
 
 
 def with_splits(root: str, rows: list[Row]) -> list[Row]:
-    """If no row has a split, and the folder `root` contains list_eval_partition.txt or .csv, as CelebA, return the rows
-    with the splits in this file: 0 or train, 1 or val, 2 or test. Otherwise, return the rows."""
-    paths = [os.path.join(root, f"{sniffer.PARTITION}{suffix}") for suffix in (".txt", ".csv")]
+    """If no row has a split, and the folder `root` or its folder Eval contains list_eval_partition.txt or .csv, as
+    CelebA, return the rows with the splits in this file: 0 or train, 1 or val, 2 or test. Otherwise, return the rows.
+    """
+    names = [f"{sniffer.PARTITION}{suffix}" for suffix in (".txt", ".csv")]
+    paths = [os.path.join(root, folder, name) for folder in ("", "Eval") for name in names]
     path = next(filter(os.path.isfile, paths), None)
     if path is None or any(row.split for row in rows):
         return rows
@@ -106,7 +108,7 @@ def _has_header(path, folder, images, options):
     is_image = functools.partial(images.is_image, folder=folder)
     names = sniffer.header(path)
     known = any(sniffer.normalized(column) in sniffer.IMAGE_COLUMNS for column in names)
-    known = known or options.image_column is not None or path.lower().endswith((".jsonl", *record_tables.SUFFIXES))
+    known = known or bool(options.columns) or path.lower().endswith((".jsonl", *record_tables.SUFFIXES))
     return known or (not any(map(is_image, names)) and bool(sniffer.image_columns(path, is_image)))
 
 
@@ -253,11 +255,14 @@ def _is_flag(column):
     return sniffer.normalized(column).startswith("is") or sniffer.normalized(column) == "test"
 
 
-def _one_hot(path, folder, split):
+def _one_hot(path, folder, split, options):
     """Return [Row] of a table such as Roboflow's _classes.csv: the name of the image, and one column with 0 or 1 for
     each class."""
     cells = _cells(path)
     _, header = next(cells, (path, []))
+    for flag, name in options.columns.items():
+        if (flag, [name]) != ("--image-column", header[:1]):
+            raise UsageError(f"{flag} {name}: {path} contains only images and a column per class; remove {flag}")
     rows = []
     for place, (image, *flags) in cells:
         flags = [*map(sniffer.flag, flags)]
@@ -274,6 +279,9 @@ def _list(path, folder, split, images, options):
     """Return [Row] of a list without a header, whose lines contain the image, a delimiter and the label; or, without
     labels, the path of the image, whose folder is the label. The lines of a list of MXNet (.lst) contain a number, the
     label and the image, separated by tabs."""
+    if options.columns:
+        flag, name = next(iter(options.columns.items()))
+        raise UsageError(f"{flag} {name}: {path} is a list without names of columns; remove {flag}")
     lines = [(number, line) for number, line in enumerate(read_lines(path), 1) if line.strip()]
     if path.lower().endswith(".lst"):
         return [_row_of_mxnet(line, split, f"{path}: line {number}", folder) for number, line in lines]

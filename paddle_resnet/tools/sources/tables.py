@@ -238,12 +238,19 @@ def is_float(text: str) -> bool:
 
 def _rows_of_folder(root, images, options):
     """Return ([Row], result of classes.label_names or None) of the tables in a folder."""
-    for files, read_rows in official.DATA_SETS:
+    for files, read_rows in official.DATA_SETS if not options.columns else ():
         if all(os.path.isfile(os.path.join(root, file)) for file in files):
             return read_rows(root)
-    if food := official.food(root):
-        return food, None
+    if not options.columns and (food := official.food(root)):
+        # The download also contains labels.txt, in which the same names are written differently.
+        return food, label_names(root, [os.path.join(root, "meta", "labels.txt")])
     tables = _tables(root, images, options)
+    if not tables and options.columns:
+        flags = " ".join(f"{flag} {name}" for flag, name in options.columns.items())
+        raise UsageError(
+            f"{flags}: {root} contains no table of images with {' and '.join(options.columns.values())} among its "
+            f"columns; choose columns of a table, or remove {' and '.join(options.columns)}"
+        )
     if not tables:
         raise UsageError(
             f"{root}: contains no table with columns of images and labels; set --image-column and --label-column to "
@@ -273,17 +280,23 @@ def _tables(root, images, options):
         [os.path.join(root, "meta", f"{name}.txt") for name in SPLIT_OF],
         [path for path in _listed(root) if path.endswith(".lst") and sniffer.is_list(path, images.is_image)],
         *(
-            [path for f in group for path in _listed(os.path.join(root, f)) if is_list(path, images)]
+            [path for f in group for path in _listed(os.path.join(root, f)) if is_list(path, images, options)]
             for group in ([""], alone)
             for is_list in (_is_path_list, _is_list)
         ),
     )
     for group in groups:
-        if tables := [path for path in group if os.path.isfile(path)]:
+        if tables := [path for path in group if os.path.isfile(path) and _has_chosen_columns(path, options)]:
             if "train" not in {split_of(os.path.relpath(path, root)) or "train" for path in tables}:
                 tables += _tables_of_classes(root, images, options)
             return table_sets.chosen(root, tables, lambda paths: table_files.read(paths, root, images, options))
     return []
+
+
+def _has_chosen_columns(path, options):
+    """Return whether a list contains the columns that the options name, if any. Without a column, tables with a header
+    raise an error when they are read."""
+    return path.lower().endswith(sniffer.TABLE_SUFFIXES) or {*options.columns.values()} <= {*sniffer.header(path)}
 
 
 def _tables_of_classes(root, images, options):
@@ -303,20 +316,21 @@ def _with_other_splits(path, images, options):
         other
         for other in others
         if _has_columns(other, "", images, options)
-        or any(is_list(other, images) for is_list in (_is_path_list, _is_list))
+        or any(is_list(other, images, options) for is_list in (_is_path_list, _is_list))
     ]
     if usable:
         logger.info(f"{path}: other splits are read from {', '.join(map(os.path.basename, usable))} in its folder")
     return [path, *usable]
 
 
-def _is_list(path, images):
+def _is_list(path, images, options):
     if not path.endswith(".txt"):
         return False
-    return sniffer.is_table(path, is_image=images.is_image) or sniffer.is_list(path, images.is_image)
+    is_table = sniffer.is_table(path, options.image_column, options.label_column, images.is_image)
+    return is_table or sniffer.is_list(path, images.is_image)
 
 
-def _is_path_list(path, images):
+def _is_path_list(path, images, options):
     return path.endswith(".txt") and sniffer.is_path_list(path, images.is_image)
 
 

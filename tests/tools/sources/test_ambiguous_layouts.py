@@ -79,6 +79,15 @@ SEVERAL = {
         ),
         "list_attr_celeba.txt: a table with several labels per image (000b.jpg: Male, Young)",
     ),
+    "CelebA in its own folders": (
+        table(
+            "Anno/list_attr_celeba.txt",
+            "20\nMale Young Bald \n",
+            lambda k, name: f"{name}.jpg {attributes(k, '  ')}",
+            "Img/img_align_celeba",
+        ),
+        "Anno/list_attr_celeba.txt: a table with several labels per image (000b.jpg: Male, Young)",
+    ),
     "CelebA of Kaggle": (
         table(
             "list_attr_celeba.csv",
@@ -92,6 +101,9 @@ SEVERAL = {
 }
 
 
+CELEBA = [name for name in SEVERAL if "CelebA" in name]
+
+
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_labels_are_an_error_with_remedy(tmp_path, capsys, name):
     build, what = SEVERAL[name]
@@ -103,7 +115,7 @@ def test_several_labels_are_an_error_with_remedy(tmp_path, capsys, name):
 
 
 def test_one_of_several_attributes_is_imported(tmp_path):
-    for name in ("CelebA", "CelebA of Kaggle"):
+    for name in CELEBA:
         root = tmp_path / name
         SEVERAL[name][0](root)
         message = error_of_training(root)
@@ -113,7 +125,17 @@ def test_one_of_several_attributes_is_imported(tmp_path):
         assert {(color_of(data), label) for data, label in map(read_image, images)} == {(0, 0), (1, 1), (2, 1), (3, 1)}
 
 
-@pytest.mark.parametrize("name", ["CelebA", "CelebA of Kaggle"])
+@pytest.mark.parametrize("name", CELEBA)
+def test_column_of_celeba_is_found_among_other_lists(tmp_path, name):
+    SEVERAL[name][0](tmp_path)
+    folder = "Anno/" if "own" in name else ""
+    put(tmp_path / f"{folder}identity_CelebA.txt", "".join(f"{file}.jpg {k}\n" for k, file in items("train")))
+    images = sources.read(tmp_path, options=Options(label_column="Male"))[1]["train"]
+    expected = {(color_of(read_image(each)[0]), each.label) for each in images}
+    assert expected == {(0, 0), (1, 1), (2, 1), (3, 1)}
+
+
+@pytest.mark.parametrize("name", CELEBA)
 def test_official_splits_of_celeba(tmp_path, capsys, name):
     root = tmp_path / "x"
     SEVERAL[name][0](root)
@@ -121,7 +143,7 @@ def test_official_splits_of_celeba(tmp_path, capsys, name):
     parts = [min(2, max(0, i - 10) // 4) for i in range(20)]  # 14 training, 4 validation and 2 test images
     lines = [f"{file} {part}\n" for file, part in zip(files, parts, strict=True)]
     text = "image_id,partition\n" + "".join(lines).replace(" ", ",") if "Kaggle" in name else "".join(lines)
-    path = root / f"list_eval_partition{'.csv' if 'Kaggle' in name else '.txt'}"
+    path = root / f"{'Eval/' if 'own' in name else ''}list_eval_partition{'.csv' if 'Kaggle' in name else '.txt'}"
     put(path, text)
     message = error_of_training(root)
     assert f"{path.name} contains the splits" in message
@@ -134,15 +156,15 @@ def test_official_splits_of_celeba(tmp_path, capsys, name):
         assert sorted(read_image(each)[0] for each in images) == expected
     log = capsys.readouterr()
     assert "2 test images left out" in log.out + log.err
-    table = root / ("list_attr_celeba" + path.suffix)
+    source = root if "own" in name else root / ("list_attr_celeba" + path.suffix)
     for bad, problem in (
         (text.replace(f"{files[3]} 0\n", "").replace(f"{files[3]},0\n", ""), f"{files[3]} is not in {path}; add it"),
         (f"{text}x.jpg 7\n", "is not an image and 0, 1 or 2; download the file again"),
     ):
         put(path, bad)
-        assert problem in error_of_import(table, capsys, "--label-column", "Male")
+        assert problem in error_of_import(source, capsys, "--label-column", "Male")
     path.unlink()  # obey the first message
-    assert sources.read(table, options=Options(label_column="Male"))[1]["train"]
+    assert sources.read(source, options=Options(label_column="Male"))[1]["train"]
 
 
 def test_class_names_that_consist_of_other_class_names(tmp_path):

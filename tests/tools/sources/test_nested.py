@@ -11,6 +11,7 @@ from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options
+from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
@@ -157,3 +158,41 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     folder, flags, message = BAD[name]
     write(tmp_path / "x", folder)
     assert message in error_of_import(tmp_path / "x", capsys, "--as", "nested", *flags)
+
+
+@pytest.mark.parametrize("depth", [None, 0, 1])
+def test_image_of_a_split_outside_class_folders_is_named(tmp_path, depth):
+    """An older Fruits-360 has test-multiple_fruits/ next to Training/ and Test/."""
+    write(tmp_path, lambda split, k: f"{split}/c{k}", ("Training", "Test"))
+    put(tmp_path / "test-multiple_fruits/1.jpg", image(0))
+    with pytest.raises(
+        UsageError, match="test-multiple_fruits/1.jpg is outside class folders; move it to a class folder"
+    ):
+        sources.read(tmp_path, "nested", Options(class_depth=depth))
+    (tmp_path / "test-multiple_fruits/1.jpg").unlink()
+    assert len(sources.read(tmp_path, "nested", Options(class_depth=depth))[1]["train"]) == 20
+
+
+@pytest.mark.parametrize("kind", ["nested", "filename"])
+def test_images_in_unsupported_formats_are_reported(tmp_path, capsys, kind):
+    write(tmp_path, lambda split, k: f"{split}/a/{'cd'[k // 2]}_{k}" if kind == "nested" else split)
+    if kind == "filename":
+        for path in [*tmp_path.glob("*/*.jpg")]:
+            path.rename(path.with_name(f"{'cd'[int(path.stem) % 2]}_{path.name}"))
+    put(tmp_path / "train/fox_1.avif", b"x")
+    sources.read(tmp_path, kind)
+    assert "1 file left out, because the format cannot be read (train/fox_1.avif)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", [None, 0, -1])
+@pytest.mark.parametrize("outer", ["", "cells"])
+def test_folder_that_contains_a_copy_of_itself_is_named(tmp_path, outer, depth):
+    """Kaggle's cell images for malaria."""
+    write(tmp_path / outer, lambda split, k: f"c{k}", ("train",))
+    write(tmp_path / outer / "copy", lambda split, k: f"c{k}", ("train",))
+    with pytest.raises(UsageError, match=r"copy contains the same folders as the folder around it \(c0, c1, c2, c3\)"):
+        sources.read(tmp_path, "nested", Options(class_depth=depth))
+    shutil.rmtree(tmp_path / outer / "copy")
+    _, splits, classes = sources.read(tmp_path, "nested", Options(class_depth=depth))
+    assert classes == ["c0", "c1", "c2", "c3"]
+    assert sum(map(len, splits.values())) == 20

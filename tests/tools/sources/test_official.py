@@ -116,9 +116,13 @@ def dogs(root):
     return folders
 
 
-def test_stanford_dogs(tmp_path, capsys):
+@pytest.mark.parametrize("lists", ["", "lists/"])
+def test_stanford_dogs(tmp_path, capsys, lists):
     folders = dogs(tmp_path / "x")
-    what = "file_list.mat, train_list.mat: lists of Stanford Dogs"
+    (tmp_path / "x/lists").mkdir()
+    for name in ("train", "test", "file"):
+        (tmp_path / f"x/{name}_list.mat").rename(tmp_path / f"x/{lists}{name}_list.mat")
+    what = f"{lists}file_list.mat, {lists}train_list.mat: lists of Stanford Dogs"
     names, _ = obeyed_remedy(tmp_path / "x", what, GIVEN, capsys)
     assert names == folders  # in label order
 

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from layouts import colors_match, error_of_training, image, obey, put
+from layouts import colors_match, error_of_import, error_of_training, image, obey, put
 from paddle_resnet import dataset
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
@@ -148,6 +148,7 @@ def food(kind):
             text = json.dumps(paths) if kind == "json" else "".join(f"{p}\n" for some in paths.values() for p in some)
             put(root / f"meta/{file}.{kind}", text)
         put(root / "meta/classes.txt", "".join(f"{name}\n" for name in NAMES))
+        put(root / "meta/labels.txt", "".join(f"{name.title()}\n" for name in NAMES))
 
     return build
 
@@ -289,6 +290,25 @@ def test_table_is_chosen_by_path_and_columns_by_flags(tmp_path, capsys):
     assert "--label-column kinds: " in capsys.readouterr().err
     assert dataset.main([*command, "--label-column", "kind", "--val", "0.4"]) == 0
     assert f"{tmp_path}/x: 12 train and 8 val images from table" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--image-column", "--label-column", "--split-column"])
+@pytest.mark.parametrize("name", ["Oxford Pets", "CUB-200", "Food-101", "PaddleClas", "MMPretrain meta/", "Roboflow"])
+def test_columns_are_rejected_without_a_table_that_contains_them(tmp_path, capsys, name, flag):
+    LAYOUTS[name][0](tmp_path / "x")
+    assert f"{flag} SPECIES: " in (error := error_of_import(tmp_path / "x", capsys, flag, "SPECIES"))
+    if name == "PaddleClas":
+        error = error_of_import(tmp_path / "x/train_list.txt", capsys, flag, "SPECIES")
+        assert error.endswith(f"train_list.txt is a list without names of columns; remove {flag}\n")
+    assert sources.read(tmp_path / "x")[2] == LAYOUTS[name][2]  # obey the message
+
+
+def test_column_of_a_table_next_to_an_official_split(tmp_path):
+    pets(tmp_path)
+    lines = (f"images/{NAMES[k]}_{split[0]}{i},{k // 2}\n" for k, split, i in ITEMS)
+    put(tmp_path / "species.csv", "image,SPECIES\n" + "".join(lines))
+    images = sources.read(tmp_path, options=Options(label_column="SPECIES"))[1]["train"]
+    assert {each.label for each in images} == {0, 1}
 
 
 def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
