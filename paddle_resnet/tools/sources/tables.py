@@ -189,13 +189,14 @@ def numbered(
         if number is None or int(number[1]) < 0:
             raise UsageError(f"{row.place}: label {row.label[:50]} is not a class; use whole numbers from 0")
         labels.append(int(number[1]))
+    ordered = None
     if names is not None:
-        path, names, first = names
+        path, ordered, first = names
         if first is None:
-            first = 1 if min(labels) == 1 and max(labels) == len(names) else 0
+            first = 1 if min(labels) == 1 and max(labels) == len(ordered) else 0
         if first:
-            logger.info(f"{source}: labels from 1 to {len(names)} are renumbered from 0")
-        limit, origin = len(names), f"{path} contains the names of labels {first} to {first + len(names) - 1}"
+            logger.info(f"{source}: labels from 1 to {len(ordered)} are renumbered from 0")
+        limit, origin = len(ordered), f"{path} contains the names of labels {first} to {first + len(ordered) - 1}"
     else:
         first, limit, origin = 0, len(rows), f"the data set has only {counted(len(rows), 'image')}"
     for row, label in zip(rows, labels, strict=True):
@@ -204,7 +205,7 @@ def numbered(
                 f"{row.place}: has label {label}, but {origin}; number the classes from {first}, or choose the labels "
                 "with --label-column"
             )
-    return [label - first for label in labels], names
+    return [label - first for label in labels], ordered
 
 
 def _check_several(rows):
