@@ -61,7 +61,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         f"{source}: the class of an image is its file name before the last number: {len(counts)} classes, {shown}"
     )
     classes = sorted(counts)
-    splits.warn_of_case(classes)
+    splits.warn_of_spelling(classes)
     label_of = {name: label for label, name in enumerate(classes)}
     images = {
         split: [image_files.image(source, path, label_of[class_of(path)]) for path in paths]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -109,15 +110,16 @@ def check_validation(source: str, found: dict[str, list[Image]], names: Sequence
         )
 
 
-def warn_of_case(labels: Iterable[str]) -> None:
-    """Log a warning if labels differ only in case."""
+def warn_of_spelling(labels: Iterable[str]) -> None:
+    """Log a warning if labels differ only in case, separators or Unicode normalization."""
     first = {}
     for label in sorted(labels):
-        other = first.setdefault(label.casefold(), label)
+        spelling = re.sub(r"[\s._-]+", " ", unicodedata.normalize("NFKC", label)).strip().casefold()
+        other = first.setdefault(spelling, label)
         if other != label:
             logger.warn(
-                f"the labels {other} and {label} differ only in case, but are different classes; if they are one "
-                "class, use one spelling"
+                f"the labels {other} and {label} differ only in their spelling, but are different classes; if they are "
+                "one class, use one spelling"
             )
             return
 

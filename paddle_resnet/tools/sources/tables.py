@@ -20,7 +20,7 @@ from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, log_once
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
 from paddle_resnet.tools.sources import image_files, official, table_files, table_sets
 from paddle_resnet.tools.sources.options import Options
-from paddle_resnet.tools.sources.splits import check_validation, warn_of_case
+from paddle_resnet.tools.sources.splits import check_validation, warn_of_spelling
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, Row
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -210,7 +210,7 @@ def numbered(
 
 def _check_several(rows):
     """Raise UsageError if a label consists of several other labels, separated by a comma, a semicolon or a vertical
-    bar. Log a warning if labels differ only in case."""
+    bar. Log a warning if labels differ only in their spelling."""
     all_labels = {row.label for row in rows}
     for row in rows:
         for delimiter in ",;|":
@@ -220,7 +220,7 @@ def _check_several(rows):
                     f"{row.place}: has several labels ({row.label[:50]}); an import has one label per image, so keep "
                     "one, or train with --multi-label"
                 )
-    warn_of_case(all_labels)
+    warn_of_spelling(all_labels)
 
 
 def _numbered_names(rows, names):

@@ -207,11 +207,17 @@ def test_table_without_known_labels_is_not_ignored(tmp_path, capsys):
     assert colors_match(DataRoot(tmp_path / "x_imported").images(Mode.EVAL)[1])
 
 
-def test_labels_that_differ_in_case_are_reported(tmp_path, capsys):
-    table(["file_name", "label"], lambda k, n, _: [n, NAMES[k].title() if n[2] == "3" else NAMES[k]])(tmp_path)
-    assert len(sources.read(tmp_path)[2]) == 8
+SPELLINGS = [("Cock", "cock"), ("sea_cock", "sea cock"), ("cafe\u0301", "caf\u00e9")]
+
+
+@pytest.mark.parametrize(("first", "second"), SPELLINGS)
+def test_labels_that_differ_in_spelling_are_reported(tmp_path, capsys, first, second):
+    names = [second, *NAMES[1:]]
+    table(["file_name", "label"], lambda k, n, _: [n, first if k == 0 and n[2] == "3" else names[k]])(tmp_path)
+    assert len(sources.read(tmp_path)[2]) == 5
+    first, second = sorted((first, second))
     assert (
-        "warning: the labels Cock and cock differ only in case, but are different classes; if they "
+        f"warning: the labels {first} and {second} differ only in their spelling, but are different classes; if they "
         in capsys.readouterr().err
     )
 
