@@ -100,7 +100,7 @@ def images_below(root: str) -> list[str]:
     if unsupported := [path for path in files if path.lower().endswith(UNSUPPORTED_SUFFIXES)]:
         logger.warn(
             f"{root}: {counted(len(unsupported), 'file')} left out, because the format cannot be read "
-            f"({some(unsupported)}); convert to JPEG or PNG to import"
+            f"({some(unsupported)}); to import images in this format, convert them to JPEG or PNG"
         )
     return [path for path in files if path.lower().endswith(SUFFIXES)]
 

@@ -15,10 +15,8 @@ from paddle_resnet.utils.files import open_regular
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 CONVERTED_SUFFIXES = (".ppm", ".pgm", ".pnm", ".gif")  # formats that `dataset import` stores as PNG
 # Formats that neither training nor `dataset import` reads.
-UNSUPPORTED_SUFFIXES = (
-    *(".heic", ".heif", ".avif", ".jp2", ".jxl"),
-    *(".dng", ".cr2", ".nef", ".arw", ".psd", ".svg", ".dcm"),
-)
+_UNSUPPORTED = "heic", "heif", "avif", "jp2", "jxl", "dng", "cr2", "nef", "arw", "psd", "svg", "dcm"
+UNSUPPORTED_SUFFIXES = tuple(f".{ending}" for ending in _UNSUPPORTED)
 IMAGE_ENDINGS = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"  # for messages
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 # Folders that operating systems and archive tools create, and that are not classes.
