@@ -230,7 +230,9 @@ class Run:
         """Return the command that starts a new run with these flags from the weights in a checkpoint folder, for
         example because the classes have changed."""
         flags, is_explicit = self.settings.as_dict(), self.settings.is_explicit
-        changed = parsing.changed(flags)
+        changed = parsing.changed(flags).keys()
+        if self.settings.budget_minutes is not None:
+            changed -= {*durations.CHOSEN_FOR_BUDGET}  # the new run chooses them again
         kept = [name for name in of_kinds(*RESUMED, "loader", "machine") if name in changed or is_explicit(name)]
         omitted = ("num_of_class", *(field.name for field in dataclasses.fields(distillation.Settings)))
         flags = {name: flags[name] for name in (*kept, "run_scope") if name not in omitted}

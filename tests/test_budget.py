@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import re
+import shlex
 import time
 from collections import UserList
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from paddle import static
 
 from conftest import NHWC, TINY, assert_one_error, losses, read_report
-from paddle_resnet import budget, dali, train
+from paddle_resnet import budget, config, dali, phases, train
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
@@ -145,6 +146,16 @@ def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
     chosen = budget.epochs_within(settings(eval_interval=3), year_s / 1000, uniform(1), times)
     assert chosen == pytest.approx(1.35e8, rel=0.01)
     assert time.monotonic() - start < 1
+
+
+def test_command_for_fine_tuning_keeps_the_budget():
+    """A resumed run whose classes have changed prints this command; see test_resume.py."""
+    args = config.parse_args(["--budget-minutes", "5", "--ema", "0.9"])
+    args.set("checkpoint d", epochs=7, warmup_epochs=2)  # chosen by the run that wrote the checkpoint
+    _, _, *arguments = shlex.split(phases.Run(args)._fine_tuning("d"))
+    again = config.parse_args(arguments)
+    assert (again.budget_minutes, again.ema) == (5, 0.9)
+    assert not any(map(again.is_explicit, ("epochs", "warmup_epochs")))
 
 
 def test_budget_includes_time_of_rare_evaluations():

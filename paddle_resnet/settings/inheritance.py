@@ -3,7 +3,7 @@
 import re
 
 from paddle_resnet.models import RESIZE_RATIO, registered
-from paddle_resnet.settings import values
+from paddle_resnet.settings import durations, values
 from paddle_resnet.settings.declarations import DEFAULTS, EVALUATED, FLAGS, RESUMED
 from paddle_resnet.settings.values import flag_name, network_name
 
@@ -13,7 +13,6 @@ _DEPENDS_ON_ORIGIN = (
     *("model_prefix", "data_layout", "cuda_graph", "asp"),
     *("show_config", "benchmark_steps", "benchmark_warmup_steps"),
 )
-_CHOSEN_FOR_BUDGET = ("epochs", "warmup_epochs")  # flags that --budget-minutes chooses unless they are explicit
 
 
 def follow(settings: values.Settings) -> None:
@@ -61,7 +60,7 @@ def may_follow(settings: values.Settings, name: str) -> bool:
     data, the network or the machine, or because of --choose-recipe or --budget-minutes."""
     resumes = settings.resume or settings.last_epoch_of_checkpoint is not None
     is_inherited = FLAGS[name].kind in (RESUMED if resumes else EVALUATED)
-    is_chosen = settings.choose_recipe or (settings.budget_minutes is not None and name in _CHOSEN_FOR_BUDGET)
+    is_chosen = settings.choose_recipe or (settings.budget_minutes is not None and name in durations.CHOSEN_FOR_BUDGET)
     return is_inherited or is_chosen or name in _DEPENDS_ON_ORIGIN
 
 
