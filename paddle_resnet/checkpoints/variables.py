@@ -104,7 +104,8 @@ def load(
         optimizer = _read(f"{prefix}.pdopt", label)
         if not optimizer:  # empty if `python -m paddle_resnet.weights` wrote the checkpoint
             raise UsageError(f"{label}: has no optimizer state; use --from-pretrained-params {folder}")
-        _load_strictly(others, optimizer, label, place, "optimizer flags", options.verbose)
+        remedy = "--optimizer, --lookahead and --amp flags"
+        _load_strictly(others, optimizer, label, place, remedy, options.verbose)
     if LOSS_SCALE in others and not options.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
         if before.item() != options.scale_loss:

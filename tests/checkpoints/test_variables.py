@@ -52,6 +52,13 @@ def load(args, folder, *, is_train=True, seed=7):
         return {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
 
 
+@pytest.mark.parametrize("flags", [{"lookahead": [6, 0.5]}, {"optimizer": "AdamW"}])
+def test_error_for_different_optimizer_state_names_the_flags(args, saved, flags):
+    remedy = r"use the --optimizer, --lookahead and --amp flags of its training \(--verbose lists the variables\)"
+    with pytest.raises(UsageError, match=rf"does not match the model \(variables: [^)]*missing.*\); {remedy}"):
+        load(args.copy(**flags), saved[0])
+
+
 def test_loaded_variables_are_bit_identical(args, saved):
     folder, expected = saved
     state = load(args, folder)
