@@ -13,7 +13,7 @@ from paddle_resnet.data.formats import folder as class_folder
 from paddle_resnet.data.images import Image
 from paddle_resnet.tools import duplicates
 from paddle_resnet.utils import files
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, import_command
 
 # Names of folders that contain a split or all images, such as train_images, val2017 and images.
 _SPLIT_NAME = re.compile(
@@ -121,7 +121,7 @@ def _check_names(source, labels):
     if tables := classes.label_tables(source, [".", *labels])[:5]:
         problem = f"{problem} ({', '.join(tables)} may contain the labels)"
     if sniffer.advice(source, only_certain=True):
-        remedy = f"run {sniffer.import_command(source)}"
+        remedy = f"run {import_command(source)}"
     raise UsageError(f"{source}: {problem}; {remedy}")
 
 
