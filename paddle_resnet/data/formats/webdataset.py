@@ -104,14 +104,10 @@ def _parse_rows(data, f, shard_size):
         found = [extension.decode(errors="replace") for extension in row[::width]]
         raise UsageError(
             f"{f.name}: {len(incomplete)} of {counted(len(lines), 'sample')} without image or label: the sample at "
-            f"byte {row[1].decode()} has the extensions {_listed(found)}, but needs an image "
+            f"byte {row[1].decode()} has the extensions {some(found)}, but needs an image "
             f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file; {_remedy(f.name, found)}"
         )
     return of_parts
-
-
-def _listed(names):
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _remedy(path, extensions):
