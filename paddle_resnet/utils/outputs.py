@@ -112,7 +112,7 @@ def replaced(path: str | Path) -> Iterator[Path]:
 def replaced_csv(path: str | Path) -> Iterator[TextIO]:
     """Like `replaced`, but open the file for csv.writer, and yield it."""
     # With backslashreplace, file names that are not valid UTF-8 can be written.
-    with replaced(path) as partial, open(partial, "w", -1, "utf-8", "backslashreplace", "") as file:
+    with replaced(path) as partial, open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         yield file
 
 
