@@ -12,7 +12,7 @@ import yaml
 from paddle import static
 
 from paddle_resnet import budget, dali, graph, program, recipe, resolution, run_report
-from paddle_resnet.checkpoints import folders, restore, saver, teachers, variables
+from paddle_resnet.checkpoints import restore, run_folders, saver, teachers, variables
 from paddle_resnet.components import START, distillation, precision, quantization, stages, task
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.data.iterators import Loader, TrainingLoader
@@ -123,7 +123,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """The run folder OUTPUT_DIR/ARCH."""
-        return folders.run_folder(self.settings.output_dir, self.settings.model_arch_name)
+        return run_folders.run_folder(self.settings.output_dir, self.settings.model_arch_name)
 
     @property
     def is_done(self) -> bool:

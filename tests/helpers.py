@@ -14,7 +14,7 @@ from paddle import static
 
 from conftest import ROOT, frozen
 from paddle_resnet import program
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents, folders
 from paddle_resnet.serving import calibration
 
 METRICS = {"loss": 1.0, "top1": 0.5, "top5": 1.0, "ips": 9.0}
@@ -43,9 +43,9 @@ OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
 )
 # A program that locks the folder given as its first argument.
 HOLDER = """
-    import sys, time
-    from paddle_resnet.checkpoints import folders
-    lock = folders.lock(sys.argv[1])
+    import pathlib, sys, time
+    from paddle_resnet.checkpoints import run_lock
+    lock = run_lock.hold(pathlib.Path(sys.argv[1]))
     print("locked", flush=True)
     time.sleep(1000)
 """
@@ -155,9 +155,9 @@ def with_meta(checkpoint, folder, arguments=(), files=(), **meta):
         files: {name of a file: new content in bytes}.
         meta: new values in meta.json.
     """
-    before = folders.read_meta(checkpoint)
-    contents = {name: (checkpoint / name).read_bytes() for name in before["files"]} | dict(files)
-    writers = {name: lambda file, data=data: file.write(data) for name, data in contents.items()}
+    before = contents.read_meta(checkpoint)
+    data = {name: (checkpoint / name).read_bytes() for name in before["files"]} | dict(files)
+    writers = {name: lambda file, content=content: file.write(content) for name, content in data.items()}
     before["arguments"] = before["arguments"] | dict(arguments)
     before = {name: value for name, value in before.items() if name not in ("format", "files", "checksum")}
     return folders.commit(folder, checkpoint.name, writers, before | meta)

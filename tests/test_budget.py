@@ -17,7 +17,7 @@ from paddle import static
 
 from conftest import NHWC, TINY, assert_one_error, losses, read_report
 from paddle_resnet import budget, config, dali, phases, train
-from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.checkpoints import contents, folders, restore, run_folders, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import durations
@@ -181,14 +181,14 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
     out = capsys.readouterr().out
     assert f"--epochs {epochs}: chosen for --budget-minutes 0.5, 3 batches of " in out
     assert f"epochs: {epochs}  # chosen: --budget-minutes 0.5, 3 batches of " in out
-    newest = folders.newest(tmp_path / "output/Tiny")
-    assert folders.read_meta(newest)["arguments"]["epochs"] == epochs
+    newest = run_folders.newest(tmp_path / "output/Tiny")
+    assert contents.read_meta(newest)["arguments"]["epochs"] == epochs
 
     # The same command resumes with the same number of epochs and measures nothing.
     code, report = run("--budget-minutes", 0.5, "--patience", 0, "--lr", 0, "--resume")
     assert (code, len(measured)) == (0, 1)
     assert {entry["data"]["epochs"] for entry in report if entry["step"] == "PARAMETER"} == {epochs}
-    assert folders.newest(tmp_path / "output/Tiny").name == str(epochs - 1)
+    assert run_folders.newest(tmp_path / "output/Tiny").name == str(epochs - 1)
 
 
 def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):

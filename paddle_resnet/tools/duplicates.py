@@ -125,14 +125,19 @@ def perceptual_hash(picture: Pillow.Image) -> int:
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
+def read(image: Image) -> tuple[bytes | None, str | None]:
+    """Return (content of an image file, None), or (None, problem) if it cannot be read."""
+    try:
+        return read_image(image)[0], None
+    except (OSError, UsageError) as e:
+        return None, f"cannot be read ({e.strerror if isinstance(e, OSError) else e})"
+
+
 def describe(image: Image) -> tuple[int | None, str | None]:
     """Return (perceptual hash, None) of an image, or (None, reason) if it cannot be read."""
-    try:
-        data, _ = read_image(image)
-    except OSError as e:
-        return None, f"cannot be read ({e.strerror})"
-    except UsageError as e:
-        return None, f"cannot be read ({e})"
+    data, problem = read(image)
+    if data is None:
+        return None, problem
     try:
         with warnings.catch_warnings():  # Pillow warns about transparency and large images, which do not matter here
             warnings.simplefilter("ignore")

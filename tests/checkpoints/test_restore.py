@@ -16,7 +16,7 @@ from paddle import static
 
 from helpers import METRICS, build, random_batches, variable, write_checkpoint
 from paddle_resnet import config
-from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.checkpoints import contents, folders, restore, run_folders, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
@@ -97,7 +97,7 @@ def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     recorded = {"interp": "cubic", "lr": 0.3, "keep_checkpoints": 7, "num_of_class": 5, "asp": True}
     recorded |= {"model_arch_name": "Tiny", "image_shape": [3, 224, 224]}
     folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded)
-    checkpoint = restore.StartCheckpoint(str(folder), 2, 0, folders.read_meta(folder), start == "resumed")
+    checkpoint = restore.StartCheckpoint(str(folder), 2, 0, contents.read_meta(folder), start == "resumed")
     checkpoint = None if start == "pretrained" else checkpoint
     flags = ["--run-scope", scope, "--from-checkpoint" if checkpoint else "--from-pretrained-params", str(folder)]
     args = config.parse_args(flags)
@@ -126,7 +126,7 @@ def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     assert args.interp == ("linear" if (start, scope) == ("pretrained", "train_eval") else "cubic")
     folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded | {"choose_recipe": True})
     if checkpoint:
-        args, checkpoint = config.parse_args(flags), dataclasses.replace(checkpoint, meta=folders.read_meta(folder))
+        args, checkpoint = config.parse_args(flags), dataclasses.replace(checkpoint, meta=contents.read_meta(folder))
         args.choose_recipe = True
         restore.inherit_flags(args, checkpoint)
         assert "--choose-recipe: has no effect" not in capsys.readouterr().err
@@ -234,7 +234,7 @@ def test_best_evaluation_that_led_to_checkpoint(tmp_path):
         write_checkpoint(
             tmp_path, name, sequence=sequence, epoch=epoch, step=step, evaluated=result, ranks=ranks, run=run
         )
-        return folders.read_meta(tmp_path / name)
+        return contents.read_meta(tmp_path / name)
 
     for name, epoch, step in (("3", 3, None), ("1_3", 1, 3)):
         write(name, 0, epoch, step, 0.95)  # abandoned, because the run was resumed from an earlier checkpoint
@@ -326,7 +326,7 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert saved == tmp_path / "Tiny" / "4"
     assert sorted(p.name for p in saved.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == [".lock", "4", "latest"]
-    meta = folders.verify(saved)
+    meta = contents.verify(saved)
     assert (meta["epoch"], meta["step"], meta["world_size"]) == (4, None, 1)
     assert (meta["classes"], meta["class_names"]) == (["a", "b", "c"], ["ant", "bee", "cat"])
     assert meta["arguments"]["lr"] == 0.01
@@ -458,7 +458,7 @@ def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, saved
     new = Saver(other, saver._program, schedule, Loader(), fetchs, start)
     new.save(4)
     new.finish()
-    assert folders.read_meta(new.folder)["run"] != folders.read_meta(saver.folder)["run"]
+    assert contents.read_meta(new.folder)["run"] != contents.read_meta(saver.folder)["run"]
 
 
 def test_save_on_error_saves_only_with_single_process(run, monkeypatch, shard, capsys):
@@ -550,7 +550,7 @@ def test_same_position_is_saved_once(args, run, tmp_path):
     args.accumulate_steps = 4
     saver.save(1, evaluated={"loss": 1.0, "top1": 0.5, "top5": 1.0, "ips": 9.0})
     saver.finish()
-    meta = folders.read_meta(tmp_path / "Tiny/1")
+    meta = contents.read_meta(tmp_path / "Tiny/1")
     assert (meta["evaluated"]["top1"], meta["sequence"], meta["steps_each_epoch"]) == (0.5, 1, 8)
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
 
@@ -563,7 +563,7 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     saver.save(1)
     with pytest.raises(RunError, match=r"Tiny/1: checkpoint cannot be written \(File exists\); .*; free disk space"):
         saver.save(2)
-    assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
+    assert run_folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
 
 def test_error_if_run_folder_was_deleted(run, tmp_path):
@@ -594,14 +594,14 @@ def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run,
     for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):
         save_evaluated(saver, epoch, top1)
     saver.finish()
-    assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
+    assert [folder.name for folder in run_folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
     assert (tmp_path / "Tiny/best").resolve().name == "2"
-    meta = folders.read_meta(tmp_path / "Tiny/5")
+    meta = contents.read_meta(tmp_path / "Tiny/5")
     assert (meta["best"]["epoch"], meta["evaluations_since_best"]) == (2, 3)
     for saver._loader.step in (1, 2, 3):
         saver.save(6, saver._loader.step)
     saver.finish()
-    assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5", "6_2", "6_3"]
+    assert [folder.name for folder in run_folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5", "6_2", "6_3"]
 
 
 def test_file_in_place_of_a_link_triggers_warning(run, tmp_path, capsys):
@@ -637,7 +637,7 @@ def test_non_finite_value_prevents_checkpoint(run, tmp_path, value):
         saver_module._check_finite(tmp_path, states)
     with pytest.raises(RunError, match=r"because of non-finite values in 3 arrays \(0, 1, 2\); resume"):
         saver_module._check_finite(tmp_path, states[:3])
-    assert folders.finished(tmp_path / "Tiny") == []
+    assert run_folders.finished(tmp_path / "Tiny") == []
 
 
 def test_checkpoint_is_written_asynchronously(args, run, monkeypatch):
@@ -753,7 +753,7 @@ def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
         return restore.origin(None, args.copy(from_pretrained_params=path).part(restore.Options))
 
     assert origin(str(saved / "mine")) == (str(saved), None)
-    assert origin(str(saved / "tiny")) == (str(saved), folders.read_meta(saved))
+    assert origin(str(saved / "tiny")) == (str(saved), contents.read_meta(saved))
     assert origin(None) == (None, None)
     (saved / "meta.json").write_text("damaged")
     with pytest.raises(
@@ -831,7 +831,7 @@ def test_start_deletes_files_of_killed_run(args, tmp_path, monkeypatch):
 @pytest.mark.parametrize("resumes", [False, True])
 def test_only_a_resumed_run_continues_the_record_of_its_checkpoint(args, tmp_path, resumes):
     folder = write_checkpoint(tmp_path / "Tiny", "4", epoch=4, run="r", evaluated=METRICS, evaluations_since_best=3)
-    start = restore.StartCheckpoint(str(folder), 5, 0, folders.read_meta(folder), resumes)
+    start = restore.StartCheckpoint(str(folder), 5, 0, contents.read_meta(folder), resumes)
     args.resume, args.overwrite = resumes, not resumes
     saver = Saver(args, None, None, None, {}, start)
     state = saver.best, saver._run == "r", saver._evaluations_since_best

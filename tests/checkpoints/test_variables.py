@@ -10,7 +10,7 @@ import pytest
 from paddle import static
 
 from helpers import META, build, random_batches, variable
-from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.checkpoints import contents, folders, restore, variables
 from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
@@ -154,7 +154,7 @@ def test_damaged_file_is_rejected(args, saved, damage):
 
 
 def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
-    (tmp_path / folders.META).write_text("{")
+    (tmp_path / contents.META).write_text("{")
     (tmp_path / "tiny.pdparams").write_bytes(b"")
     with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: unusable: .*; choose a different checkpoint"):
         label = f"--from-checkpoint {tmp_path}"

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
@@ -23,7 +22,7 @@ from paddle_resnet.data import indexes
 from paddle_resnet.data.formats import INDEXED, SINGLE_FILE, read_image, recordio
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.tools import convert, verify
+from paddle_resnet.tools import convert, verify, workers
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -58,18 +57,6 @@ def test_recordio_header_contains_number_of_index(converted):
     for number, offset in index:
         extra_labels, _, image, unused = recordio.HEAD.unpack_from(data, int(offset) + 8)
         assert (extra_labels, image, unused) == (0, int(number), 0)
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "data", "expected"),
-    [
-        *[("a.JPEG", None, b"BM", "jpeg"), ("a.png", None, b"\xff\xd8", "png"), ("a.jfif", None, b"\xff\xd8", "jpg")],
-        *[("a", None, b"\x89PNG\r\n", "png"), ("x.png", "tfrecord", b"BM", "bmp"), ("a.dat", None, b"II*\0", "tif")],
-        *[("a", None, b"MM\0*", "tif"), ("a", None, b"RIFF", "webp"), ("a", None, b"", "jpg")],
-    ],
-)
-def test_extension_in_tar_file(path, kind, data, expected):
-    assert convert._extension(ListedImage("name", path, 0, kind), data) == expected
 
 
 def test_members_of_tar_file(converted):
@@ -154,20 +141,6 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
         assert second == (folder / "1.png").read_bytes()
         with Image.open(io.BytesIO(third)) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
-
-
-def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monkeypatch):
-    image, stop = ListedImage("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
-    monkeypatch.setattr(convert, "_stop", stop, raising=False)
-    monkeypatch.setattr(convert, "read_image", lambda image: (b"x", 0.5))
-    with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a whole number .*; correct the label or, "):
-        convert._prepare(image)
-    monkeypatch.setattr(convert, "read_image", lambda image: os.stat(f"{os.devnull}/x"))
-    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); make it readable or, "):
-        convert._prepare(image)
-    stop.set()
-    with pytest.raises(InterruptedError):
-        convert._prepare(image)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
@@ -537,7 +510,7 @@ def test_unusable_lock_is_an_error(photos, tmp_path, capsys, make):
 
 
 def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"not an image")
     for to in ("tfrecord", "recordio"):
@@ -659,14 +632,14 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
 # and kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, workers
 
 def progress(done, total):
     if done >= 9:
         print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-convert.BLOCK = 4
+workers.BLOCK = 4
 convert.convert(*sys.argv[1:], workers=2, progress=progress)
 """
 
