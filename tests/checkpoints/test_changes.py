@@ -1,5 +1,6 @@
 """Resuming after changes to the data or the Paddle version, and changes to the output folder during a run."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -194,12 +195,11 @@ def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeyp
     assert not (root / "0").exists()
 
 
-def test_closed_stdout_does_not_prevent_checkpoint(run_train, tmp_path, monkeypatch, capsys):
+def test_closed_stdout_does_not_prevent_checkpoint(run_train, tmp_path, capsys):
     """Simulate `train.py | head -1`, where head closes its end of the pipe while the run continues."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as pipe, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", pipe)
+    with open(writer, "w") as pipe, contextlib.redirect_stdout(pipe):
         code, report = run_train()
     assert code == 0
     assert capsys.readouterr().err.count("stdout: can no longer be written (Broken pipe)") == 1

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import os
@@ -574,10 +575,9 @@ def test_many_undecodable_images_are_counted(monkeypatch, count, more):
     assert calls == [(done, count) for done in (64, 128, count) if done <= count]
 
 
-def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, monkeypatch, capsys):
+def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, capsys):
     command = ["convert", "--from", str(photos), "--to", "recordio", "--output", str(tmp_path / "x"), "--workers", "1"]
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", full)
+    with open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
         assert dataset.main(command) == 0
     assert capsys.readouterr().out == f"{tmp_path}/x: 30 train and 23 val images as recordio\n"
 
