@@ -22,8 +22,8 @@ from typing import Any
 LINE_BYTES = 1 << 16
 # Default time limit for sending the key, and maximum number of connections that have not sent the key.
 KEY_S, MAX_UNAUTHENTICATED = 10, 64
-# Default time during which connect() starts new attempts, and time after which TCP closes the connection to a machine that does
-# not respond.
+# Default time during which connect() starts new attempts, and time after which TCP closes the connection to a machine
+# that does not respond.
 CONNECT_S, SILENCE_S = 30, 30
 
 
