@@ -164,16 +164,15 @@ def test_bad_label_among_labels_from_1_is_reported_and_can_be_skipped(
     assert run_train("--run-scope", "train_only", "--skip-list", bad_list, image_root=root)[0] == 0
 
 
-def test_search_for_a_record_ends_after_deadline(tmp_path, monkeypatch):
+def test_search_for_a_record_ends_after_deadline(tmp_path):
     (tmp_path / "x").write_bytes(b"7")
     image = ListedImage("x@0", str(tmp_path / "x"), None, "webdataset", (0, 1, 0, 1))
     data_set = SimpleNamespace(records=lambda: iter([image, image]))
     for message in ("Requested shape:\t1\n", "Requested shape:\t10\n"):
         assert bad_images.bad_record(message, data_set, "root") is None
-    monkeypatch.setattr(bad_images, "SEARCH_S", -1)
     problem = f"root: a record after {image.full_name} is not an image with one label; write it again"
-    assert bad_images.bad_record("Requested shape:\t1\n", data_set, "root") == problem
-    assert bad_images.bad_record("Requested shape:\t10\n", data_set, "root") is None
+    assert bad_images.bad_record("Requested shape:\t1\n", data_set, "root", search_s=-1) == problem
+    assert bad_images.bad_record("Requested shape:\t10\n", data_set, "root", search_s=-1) is None
 
 
 @pytest.mark.parametrize("root", ["data/z", "./data/z", "my data/z"])
