@@ -17,6 +17,8 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.utils import locks
 from paddle_resnet.utils.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 
 def test_resumed_run_writes_identical_files(run_train, tmp_path):
     """Regression test: the learning rate variable had the shape () before a resume and (1,) afterwards."""
@@ -58,7 +60,7 @@ def test_different_paddle_version_triggers_warning(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, tmp_path, environment, capsys):
+def test_resume_with_other_threads_or_instructions_warns(run_train, tmp_path, environment, capsys):
     assert run_train("--epochs", "1")[0] == 0
     folder = tmp_path / "output/Tiny/0"
     own = folders.read_meta(folder)["cpu"]
