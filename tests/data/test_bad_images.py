@@ -18,12 +18,14 @@ from tfrecord import TFRecordWriter
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes
 from paddle_resnet.data import root as root_module
-from paddle_resnet.data.formats import INDEXED, RECORDS, filelist, read_image, recordio, tfrecord
+from paddle_resnet.data.formats import INDEXED, RECORDS, read_image, recordio, tfrecord
 from paddle_resnet.data.formats.lmdb import datum_class
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.errors import DataError
 from paddle_resnet.utils.mode import Mode
+
+pytestmark = pytest.mark.usefixtures("one_block")
 
 
 def test_stream_without_descriptor(tmp_path):
@@ -176,16 +178,19 @@ def test_search_for_a_record_ends_after_deadline(tmp_path):
 
 
 @pytest.mark.parametrize("root", ["data/z", "./data/z", "my data/z"])
-def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, monkeypatch, root):
-    monkeypatch.chdir(tmp_path)
-    # Simulate a file that is deleted right after the check.
-    monkeypatch.setattr(filelist, "check_listed", lambda *args: None)
+def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, work_in, root):
+    """The file is deleted after the check of the list. At that time, the loader has read only the first batches."""
+    work_in(tmp_path)
     shutil.copytree(photos, root)
-    (tmp_path / root / "train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
+    deleted = tmp_path / root / "val/class0/99.jpg"
+    shutil.copy(photos / "val/class0/00.jpg", deleted)
+    (tmp_path / root / "val.txt").write_text("val/class0/00.jpg 0\n" * 99 + "val/class0/99.jpg 0\n")
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5", "--allow-one-class")
+    loader = dali.build_dataloader(args, Mode.EVAL)
+    deleted.unlink()
     with pytest.raises(DataError) as e:
-        list(dali.build_dataloader(args, Mode.TRAIN))
-    assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be opened (rank 0); make it readable, or run")
+        list(loader)
+    assert str(e.value).startswith(f"{root}/val/class0/99.jpg: cannot be opened (rank 0); make it readable, or run")
     assert f"paddle_resnet.dataset verify {shlex.quote(root)} --fix-list bad.txt`" in str(e.value)
 
 

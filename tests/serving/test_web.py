@@ -620,7 +620,10 @@ runpy.run_module("paddle_resnet.predict", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+# test_server_predicts_like_the_command_and_stops_on_signal tests the exit codes of both signals.
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 0)]
+)
 def test_signal_stops_server_that_decodes_a_large_image(checkpoint, tmp_path, number, code):
     export.export(checkpoint, tmp_path / "export")
     command = [sys.executable, "-c", SLOW_DECODER, str(tmp_path / "export"), "--serve", "0", "--device", "cpu"]
