@@ -151,7 +151,7 @@ def take(loader, count):
 
 @contextlib.contextmanager
 def locked(path):
-    """Let a separate process, "process 1 on x", hold a lock file while the `with` block runs."""
+    """Hold a lock file in a separate process, "process 1 on x", while the `with` block runs."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-S", "-c", OWNER, str(path)], **pipes) as owner:
         assert owner.stdout.readline() == "locked\n"

@@ -133,7 +133,7 @@ def test_triton_repository_layout(checkpoint, tmp_path, uint8):
 
 
 def test_safetensors_have_the_names_of_timm_and_can_be_converted_back(checkpoint_of, tmp_path):
-    """Of the networks in timm, PPLCNet has the fewest layers."""
+    """PPLCNet has the fewest layers of the networks in timm."""
     checkpoint = checkpoint_of("PPLCNet_x1_0")
     assert export.main([str(checkpoint), str(tmp_path / "exported"), "--safetensors"]) == 0
     file = tmp_path / "exported/model.safetensors"
