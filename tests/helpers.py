@@ -1,6 +1,7 @@
 """Functions that several test modules use: programs, loaders, checkpoints and exported models. Fixtures are in
 conftest.py."""
 
+import contextlib
 import json
 import os
 import random
@@ -48,6 +49,15 @@ HOLDER = """
     lock = run_lock.hold(pathlib.Path(sys.argv[1]))
     print("locked", flush=True)
     time.sleep(1000)
+"""
+# A program that locks a file, like an owner that writes "process 1 on x", until its stdin is closed.
+OWNER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("process 1 on x", file=file, flush=True)
+print("locked", flush=True)
+sys.stdin.read()
 """
 PREDICT = """
 import gc
@@ -137,6 +147,16 @@ def take(loader, count):
         else:
             batches.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
     return batches
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Hold a lock file in a separate process, "process 1 on x", while the `with` block runs."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-S", "-c", OWNER, str(path)], **pipes) as owner:
+        assert owner.stdout.readline() == "locked\n"
+        yield
+        owner.stdin.close()
 
 
 def write_checkpoint(root, name, text="abc", sequence=0, **meta):

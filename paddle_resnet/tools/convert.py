@@ -78,6 +78,7 @@ def convert(
     allow_outside: bool = False,
     check: Progress | None = None,
     label_offset: int | str = AUTO,
+    images_per_shard: int = IMAGES_PER_SHARD,
 ) -> dict[str, int]:
     """Convert all splits of a data set to a record format.
 
@@ -88,7 +89,7 @@ def convert(
         source: folder of a data set in any format (--image-root).
         output: folder to create, which can then be used as --image-root.
         to: record format to write, one of RECORD_FORMATS.
-        shards: number of training shards, by default one per IMAGES_PER_SHARD images. Shards of the validation split
+        shards: number of training shards, by default one per images_per_shard images. Shards of the validation split
             contain about as many images as those of the training split.
         resize_short: maximum length of an image's shorter side in pixels. Larger images are shrunk and stored upright
             as RGB JPEG files. All other image files are copied unchanged.
@@ -100,6 +101,7 @@ def convert(
         label_offset: value of --label-offset.
         check: progress function for the check that decodes all images before any file is written, or None to skip this
             check. A resumed conversion repeats the check only if source files have changed.
+        images_per_shard: see shards.
     Returns:
         {split: number of images}.
     Raises:
@@ -109,7 +111,8 @@ def convert(
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(DataRoot(source, AUTO, allow_outside, label_offset, skip_list))
-    return write(source, splits, classes, output, to, shards, resize_short, quality, workers, progress, check)
+    options = {"progress": progress, "check": check, "images_per_shard": images_per_shard}
+    return write(source, splits, classes, output, to, shards, resize_short, quality, workers, **options)
 
 
 def write(
@@ -126,6 +129,7 @@ def write(
     check: Progress | None = None,
     description: dict[str, Any] | None = None,
     remedy: str | None = None,
+    images_per_shard: int = IMAGES_PER_SHARD,
 ) -> dict[str, int]:
     """Write listed images as record files or class folders.
 
@@ -133,7 +137,7 @@ def write(
         source: path of the source, for messages.
         splits: {split: [Image]} in the order in which the images are written.
         classes: class names in label order, or None if the classes have only numbers.
-        output, shards, resize_short, quality, workers, progress, check: see convert().
+        output, shards, resize_short, quality, workers, progress, check, images_per_shard: see convert().
         to: one of FORMATS. For FOLDER, resize_short must be None.
         description: further entries of convert.json, which must not change when the command is repeated.
         remedy: remedy in the error message of the check for unusable images; by default, to add --skip-list.
@@ -152,7 +156,7 @@ def write(
     def shard_count(count):
         if to not in SHARDED:
             return 1
-        return -(-count * shards // largest) if shards else -(-count // IMAGES_PER_SHARD)
+        return -(-count * shards // largest) if shards else -(-count // images_per_shard)
 
     manifest = {
         **(description or {}),

@@ -1,5 +1,6 @@
 """Resuming after changes to the data or the Paddle version, and changes to the output folder during a run."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from paddle_resnet.checkpoints import contents, restore, run_lock
 from paddle_resnet.machine import cpu
 from paddle_resnet.utils import locks
 from paddle_resnet.utils.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("one_block")
 
 
 def test_resumed_run_writes_identical_files(run_train, tmp_path):
@@ -57,7 +60,7 @@ def test_different_paddle_version_triggers_warning(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, tmp_path, environment, capsys):
+def test_resume_with_other_threads_or_instructions_warns(run_train, tmp_path, environment, capsys):
     assert run_train("--epochs", "1")[0] == 0
     folder = tmp_path / "output/Tiny/0"
     own = contents.read_meta(folder)["cpu"]
@@ -194,12 +197,11 @@ def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeyp
     assert not (root / "0").exists()
 
 
-def test_closed_stdout_does_not_prevent_checkpoint(run_train, tmp_path, monkeypatch, capsys):
+def test_closed_stdout_does_not_prevent_checkpoint(run_train, tmp_path, capsys):
     """Simulate `train.py | head -1`, where head closes its end of the pipe while the run continues."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as pipe, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", pipe)
+    with open(writer, "w") as pipe, contextlib.redirect_stdout(pipe):
         code, report = run_train()
     assert code == 0
     assert capsys.readouterr().err.count("stdout: can no longer be written (Broken pipe)") == 1

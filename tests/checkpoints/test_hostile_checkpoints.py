@@ -23,6 +23,8 @@ from paddle_resnet import export
 from paddle_resnet.checkpoints import arrays, contents, folders, run_folders
 from paddle_resnet.checkpoints.arrays import UnreadableError
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 STATE = {
     "conv2d_0.w_0": np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 2, 2),
     "batch_norm_0.w_1": np.float64([1.5, 2.5]),

@@ -14,7 +14,7 @@ import paddle
 import pytest
 from paddle import static
 
-from helpers import METRICS, build, random_batches, variable, write_checkpoint
+from helpers import METRICS, build, locked, random_batches, variable, write_checkpoint
 from paddle_resnet import config
 from paddle_resnet.checkpoints import contents, folders, restore, run_folders, variables
 from paddle_resnet.checkpoints import saver as saver_module
@@ -60,15 +60,18 @@ def run(args):
 
 
 @pytest.fixture
-def saved(run):
-    saver, _, _ = run
-    saver.save(4)
-    saver.finish()
-    return saver.folder
+def saved(once, request, tmp_path):
+    """Return a copy of a checkpoint that `run` has saved after epoch 4. All tests share the run."""
 
+    def make(folder):
+        saver, _, _ = request.getfixturevalue("run")
+        saver.save(4)
+        saver.finish()
+        shutil.copytree(tmp_path / "Tiny", folder / "Tiny", symlinks=True)
+        shutil.rmtree(tmp_path / "Tiny")
 
-def fail_to_lock(path, warn):
-    raise BlockingIOError(11, "process 1 on x")
+    folder = once("saved_for_restore", make)
+    return shutil.copytree(folder / "Tiny", tmp_path / "Tiny", symlinks=True) / "4"
 
 
 def find(args, folder=None, epoch=None):
@@ -281,16 +284,15 @@ def test_best_evaluation_and_patience(args):
     assert saved[2:] == [(4, None, "trained", None)]
 
 
-def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys, monkeypatch):
+def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys):
     root, args.resume = tmp_path / "Tiny", True
     assert find(args) is None
     assert not root.exists()
     restore._check_default_network(tmp_path / "missing/Tiny")
     (root / ".7.partial").mkdir(parents=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "acquire", fail_to_lock)
-        with pytest.raises(UsageError, match=r"another run \(process 1 on x\) is writing its checkpoints"):
-            find(args)
+    message = r"another run \(process 1 on x\) is writing its checkpoints"
+    with locked(root / ".lock"), pytest.raises(UsageError, match=message):
+        find(args)
     assert (root / ".7.partial").exists()
     assert find(args) is None
     assert not (root / ".7.partial").exists()
@@ -429,9 +431,11 @@ def test_restore_between_training_and_evaluation(args, run, capsys):
     assert find(args).label == f"--resume: {saver.folder}"
 
 
-def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved):
+def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run):
     """Two processes resume the same run. While the second process starts, the first process saves and ends."""
     args.resume, (saver, schedule, fetchs) = True, run
+    saver.save(4)
+    saver.finish()
     checkpoint = find(args)
     meta = checkpoint.meta | {"evaluations_since_best": 3}
     resumed = Saver(args, saver._program, schedule, Loader(), fetchs, dataclasses.replace(checkpoint, meta=meta))
@@ -452,8 +456,10 @@ def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved)
     Saver(args, saver._program, schedule, Loader(), fetchs, find(args))
 
 
-def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, saved, tmp_path):
+def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, tmp_path):
     saver, schedule, fetchs = run
+    saver.save(4)
+    saver.finish()
     start, other = find(args, saver.folder), args.copy(output_dir=str(tmp_path / "new"))
     new = Saver(other, saver._program, schedule, Loader(), fetchs, start)
     new.save(4)
@@ -813,12 +819,11 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
         find(args, tmp_path / "theirs", "auto")
 
 
-def test_start_deletes_files_of_killed_run(args, tmp_path, monkeypatch):
+def test_start_deletes_files_of_killed_run(args, tmp_path):
     (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "acquire", fail_to_lock)
-        with pytest.raises(UsageError, match=r"another run \(process 1 on x\) is writing its checkpoints"):
-            Saver(args, None, None, None, {})
+    message = r"another run \(process 1 on x\) is writing its checkpoints"
+    with locked(tmp_path / "Tiny/.lock"), pytest.raises(UsageError, match=message):
+        Saver(args, None, None, None, {})
     assert (tmp_path / "Tiny" / ".7.partial").exists()
     Saver(args, None, None, None, {})
     assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]

@@ -86,7 +86,6 @@ def test_exported_model_matches_evaluation_metrics(trained, parse, photos, tmp_p
 
 
 QUICK = [
-    ("NCHW", "float32"),
     ("NHWC with four channels", "uint8"),
     ("ASP", "uint8"),
     ("custom preprocessing", "float32"),
@@ -304,7 +303,7 @@ EVALUATED = {
     "--image-shape 3,32,48 --label-offset 1 --num-of-class 5",
 }
 # These cases are soak tests, because other cases contain the same flags.
-REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images")
+REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images", "EMA with four channels")
 
 
 @pytest.mark.parametrize(

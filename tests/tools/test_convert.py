@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import os
@@ -77,13 +78,12 @@ def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source,
     assert (tmp_path / "x" / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
-def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path, monkeypatch):
+def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
     assert convert.IMAGES_PER_SHARD == 2000
-    monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 15)
     partial = files.partial_path(tmp_path / "x" / "convert.json")  # left by a conversion that was killed at its start
     partial.parent.mkdir()
     partial.touch()
-    convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1)
+    convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1, images_per_shard=15)
     assert not partial.exists()
     assert not (tmp_path / "x" / "classes.txt").exists()
     assert json.loads((tmp_path / "x/convert.json").read_text())["shards"] == {"train": 2, "val": 2}
@@ -264,13 +264,13 @@ def test_different_conversion_to_same_folder_is_rejected(photos, tmp_path, optio
 
 
 @pytest.mark.parametrize("to", ["recordio", "webdataset"])
-def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path, monkeypatch, to):
-    monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 29)  # for 30 images, which become 29, the default is 2 shards
+def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path, to):
+    options = {"workers": 1, "images_per_shard": 29}  # 2 shards for 30 images, which become 29
     shutil.copytree(photos, tmp_path / "photos")
-    convert.convert(tmp_path / "photos", tmp_path / "x", to, workers=1)
+    convert.convert(tmp_path / "photos", tmp_path / "x", to, **options)
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
     with pytest.raises(UsageError, match="contains a conversion with different images"):
-        convert.convert(tmp_path / "photos", tmp_path / "x", to, workers=1)
+        convert.convert(tmp_path / "photos", tmp_path / "x", to, **options)
     image, renamed = (ListedImage(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
     assert convert._digest([image]) != convert._digest([renamed])
 
@@ -547,10 +547,9 @@ def test_many_undecodable_images_are_counted(monkeypatch, count, more):
     assert calls == [(done, count) for done in (64, 128, count) if done <= count]
 
 
-def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, monkeypatch, capsys):
+def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, capsys):
     command = ["convert", "--from", str(photos), "--to", "recordio", "--output", str(tmp_path / "x"), "--workers", "1"]
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", full)
+    with open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
         assert dataset.main(command) == 0
     assert capsys.readouterr().out == f"{tmp_path}/x: 30 train and 23 val images as recordio\n"
 

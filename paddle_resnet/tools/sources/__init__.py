@@ -217,10 +217,10 @@ def _has_class_folders(source):
     return any(map(folder.has_classes, (inner, *(folder.split_folder(inner, mode) for mode in Mode))))
 
 
-def _shuffled(images):
+def _shuffled(images, window_bytes=WINDOW_BYTES):
     """Return training images in the random order in which they are written to record files. A file that is compressed
     in blocks would be slow to read in fully random order, so its blocks are put into random order, and images are mixed
-    only within windows of at least WINDOW_BYTES."""
+    only within windows of at least window_bytes."""
     images = convert.shuffled(images)
     if images[0].kind not in _IN_BLOCKS:
         return images
@@ -232,7 +232,7 @@ def _shuffled(images):
     for (path, _), members in of_block.items():
         window += members
         size += os.path.getsize(path) / counts[path]
-        if size >= WINDOW_BYTES:
+        if size >= window_bytes:
             mixed += convert.shuffled(window)
             window, size = [], 0
     return mixed + convert.shuffled(window)
