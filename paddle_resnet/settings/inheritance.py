@@ -1,10 +1,12 @@
 """Derive flags from other flags, and inherit flags from an earlier run."""
 
 import re
+from dataclasses import dataclass
 
 from paddle_resnet.models import RESIZE_RATIO, registered
 from paddle_resnet.settings import durations, values
 from paddle_resnet.settings.declarations import DEFAULTS, EVALUATED, FLAGS, RESUMED
+from paddle_resnet.settings.groups import start
 from paddle_resnet.settings.values import flag_name, network_name
 
 # Flags whose default has a different effect if it is explicit. For example, an explicit --data-layout NCHW prevents the
@@ -55,13 +57,17 @@ def reset(settings: values.Settings, name: str) -> None:
     follow(settings)
 
 
-def may_follow(settings: values.Settings, name: str) -> bool:
-    """Return whether the run itself may determine the value of a flag that is not explicit: from the checkpoint, the
-    data, the network or the machine, or because of --choose-recipe or --budget-minutes."""
-    resumes = settings.resume or settings.last_epoch_of_checkpoint is not None
-    is_inherited = FLAGS[name].kind in (RESUMED if resumes else EVALUATED)
-    is_chosen = settings.choose_recipe or (settings.budget_minutes is not None and name in durations.CHOSEN_FOR_BUDGET)
-    return is_inherited or is_chosen or name in _DEPENDS_ON_ORIGIN
+@dataclass(frozen=True)
+class Determined(start.Settings, durations.Settings):
+    """The flags with which a run itself determines values of other flags."""
+
+    def may_follow(self, name: str) -> bool:
+        """Return whether the run itself may determine the value of a flag that is not explicit: from the checkpoint,
+        the data, the network or the machine, or because of --choose-recipe or --budget-minutes."""
+        resumes = self.resume or self.last_epoch_of_checkpoint is not None
+        is_inherited = FLAGS[name].kind in (RESUMED if resumes else EVALUATED)
+        is_chosen = self.choose_recipe or (self.budget_minutes is not None and name in durations.CHOSEN_FOR_BUDGET)
+        return is_inherited or is_chosen or name in _DEPENDS_ON_ORIGIN
 
 
 def _prefix(arch):
