@@ -1,9 +1,10 @@
-"""Measure the cost of comparing the ranks of a job (paddle_resnet/checkpoints/replicas.py) on one device.
+"""Measure the cost of comparing the ranks of a job (paddle_resnet/checkpoints/replicas.py).
 
-Usage: benchmarks/replicas.py [FLAGS of train.py]
+    python benchmarks/replicas.py [FLAGS of train.py]
+    python -m paddle.distributed.launch --gpus 0,1 benchmarks/replicas.py [FLAGS of train.py]
 
-Prints the time that training pauses for a comparison, without the exchange of one number between the ranks, and the
-mean per training step. Without flags, the script measures ResNet-50 with AMP O2 on a GPU.
+Prints the time that training pauses for a comparison, and the mean per training step. In a job with one process, the
+ranks do not exchange their checksums. Without flags, the script measures ResNet-50 with AMP O2 on a GPU.
 """
 # ruff: noqa: I001
 
@@ -21,13 +22,18 @@ from paddle import static
 from paddle_resnet import config
 from paddle_resnet import program
 from paddle_resnet.checkpoints import replicas, variables
-from paddle_resnet.job import processes
+from paddle_resnet.job import exchange, processes
 
 O2 = ["--device", "gpu", "--amp", "--use-pure-fp16", "--data-layout", "NHWC", "--dali-output-fp16"]
 REPETITIONS = 20
 
 
 def main() -> None:
+    with exchange.exit_barrier():
+        measure()
+
+
+def measure() -> None:
     args = config.parse_args(["--data-format", "synthetic", *(sys.argv[1:] or O2)])
     main_prog, startup_prog = static.Program(), static.Program()
     args = program.start(args)
@@ -40,11 +46,15 @@ def main() -> None:
     times_ms = []
     for _ in range(REPETITIONS):
         start = perf_counter()
-        replicas.checksums(main_prog)
+        if processes.world_size() == 1:
+            replicas.checksums(main_prog)
+        else:
+            replicas.check(main_prog, "in a benchmark")
         times_ms.append(1e3 * (perf_counter() - start))
     median_ms = statistics.median(times_ms)
     print(
-        f"{args.model_arch_name}, Paddle {paddle.__version__}, {args.device}: {size / 1e6:.0f} MB, "
+        f"{args.model_arch_name}, Paddle {paddle.__version__}, {processes.world_size()} x {args.device}: "
+        f"{size / 1e6:.0f} MB, "
         f"{median_ms:.1f} ms per comparison (n = {REPETITIONS}, {min(times_ms):.1f} to {max(times_ms):.1f}), "
         f"{median_ms / replicas.INTERVAL_STEPS:.3f} ms per step"
     )

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -20,6 +21,8 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
+# If CUDA fails on a GPU, Paddle 2.6.2 can report that memory is insufficient, with a size of 128 TB, which no GPU has.
+_NO_GPU = re.compile(r"\d{3,}\.\d+TB memory has been allocated")
 # errno values for paths that cannot be used. Even Path.exists() can raise an OSError with one of these values, for
 # example if a parent folder is unreadable.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
@@ -119,6 +122,8 @@ def _no_memory(error):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         remedy = f"raise the limit, for example with ulimit -n {max(1024, 2 * limit)}"
         return f"ulimit -n: {limit} open files are too few{reason}; {remedy}"
+    if _NO_GPU.search(reason):
+        return f"GPU: CUDA does not work{reason}; check nvidia-smi, and end other programs that use this GPU"
     if any(name in reason for name in _NO_THREAD):
         remedy = "allow more processes (ulimit -u, or the container's limit), or add memory"
         return f"threads: no more threads can be started{reason}; {remedy}"

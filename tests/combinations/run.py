@@ -3,13 +3,16 @@
 python tests/combinations/run.py                                                       all rows, on a CPU
 python tests/combinations/run.py --rows 1/10 --ranks 2                                 jobs of two processes
 python tests/combinations/run.py --device gpu --rows 1/3 --processes 8                 on a GPU
-python tests/combinations/run.py --device gpu --gpus 2 --rows 1/16 --processes 1       on two GPUs
+python tests/combinations/run.py --device gpu --gpus 2 --rows 1/16                     on two GPUs
 
 Each process imports Paddle once and checks one row after another. With --gpus N or --ranks N, each row is a job of N
-processes on N GPUs or on the CPU instead, started by Paddle's launcher. For each row, this program prints one line: the
-number of the row, its duration, "ok" or the error, and the duration of each part of the row. The duration of a run is
-two numbers, A+B: seconds until its first step begins, and after that. The last line contains the sums over all rows. If
-a row takes longer than --row-limit-s, its process is killed. The exit code is 0 if all rows succeeded.
+processes on N GPUs or on the CPU instead, started by Paddle's launcher. Only one job at a time runs on several GPUs: if
+two jobs shared the GPUs, an all-reduce of one job would wait while one of the GPUs computes for the other job.
+
+For each row, this program prints one line: the number of the row, its duration, "ok" or the error, and the duration of
+each part of the row. The duration of a run is two numbers, A+B: seconds until its first step begins, and after that.
+The last line contains the sums over all rows. If a row takes longer than --row-limit-s, its process is killed. The exit
+code is 0 if all rows succeeded.
 """
 
 import argparse
@@ -47,13 +50,16 @@ def main(argv=None):
         help="rows to run; all: all rows and, with one process per row on the CPU, the declared conflicts; K/N: every "
         "N-th row, beginning with row K - 1; R,R,...: rows with these numbers; conflicts: only the declared conflicts",
     )
-    parser.add_argument("--processes", type=int, default=2, help="number of processes that check rows")
+    parser.add_argument(
+        "--processes", type=int, help="number of processes that check rows (default: 2; with --gpus 2 or more: 1)"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs for each row")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes for each row on the CPU")
     parser.add_argument("--row-limit-s", type=float, default=90)
     parser.add_argument("--limit-s", type=float, default=540, help="time after which no more rows run")
     parser.add_argument("--keep", metavar="DIR", help="empty folder in which to keep outputs and logs")
     args = parser.parse_args(argv)
+    args.processes = args.processes or (1 if args.gpus > 1 else 2)
     ranks = args.gpus if args.device == "gpu" else args.ranks
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(args.keep or temporary).resolve()

@@ -190,6 +190,19 @@ def test_out_of_memory_exits_with_code_1_and_an_error(capsys, error, message):
     assert capsys.readouterr().err.startswith(message)
 
 
+def test_gpu_without_cuda_is_not_reported_as_out_of_memory(capsys):
+    """The message is from Paddle 2.6.2, for a GPU on which no process could allocate memory."""
+
+    def fail():
+        raise RuntimeError(
+            "ResourceExhaustedError: Out of memory error on GPU 0. Cannot allocate 256.000000B memory on GPU 0, "
+            "127.990900TB memory has been allocated and available memory is only 0.000000B.\n\nPlease check"
+        )
+
+    assert exit_codes.of("x", fail) == 1
+    assert capsys.readouterr().err.startswith("x: error: GPU: CUDA does not work (ResourceExhaustedError: Out of")
+
+
 def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, verify_here, capsys):
     """An image that cannot be opened because of the limit must not be reported as damaged."""
 
