@@ -1,7 +1,7 @@
-// Operators for the convolution of float32 images [N, H, W, C] on the CPU and its gradients, most of which oneDNN computes.
-// Paddle's conv2d either transposes images to NCHW and back or, with oneDNN, computes wrong filter gradients in NHWC.
-// Paddle's wheels contain oneDNN's library, but not its headers, so this file declares the functions of its C interface
-// (version 3) that it uses.
+// Operators for the convolution of float32 images [N, H, W, C] on the CPU and its gradients, most of which oneDNN
+// computes. Paddle's conv2d either transposes images to NCHW and back or, with oneDNN, computes wrong filter gradients
+// in NHWC. Paddle's wheels contain oneDNN's library, but not its headers, so this file declares the functions of its C
+// interface (version 3) that it uses.
 
 #pragma once
 
@@ -248,9 +248,8 @@ OneDnn::Geometry geometry_of(const std::vector<int64_t> &x, const std::vector<in
   return g;
 }
 
-// Filter gradients as products of matrices. With AVX2, the products of NHWC images that oneDNN computes in filter gradients
-// are slower than its other products (measured with the convolutions of ResNet50: 20 to 60 instead of 60 to 90
-// GFLOP/s); with AVX-512, they are not.
+// Filter gradients as products of matrices. With AVX2, oneDNN computes filter gradients in NHWC more slowly than other
+// convolutions (of ResNet50: 20 to 60 instead of 60 to 90 GFLOP/s). With AVX-512, oneDNN is faster than these products.
 
 using reference::Floats;
 using reference::floats;
@@ -260,8 +259,8 @@ constexpr bool kUsesProducts = false;
 #else
 constexpr bool kUsesProducts = true;
 #endif
-// With fewer channels, copying the matrices takes longer than the product gains. In Winograd's algorithm, oneDNN's products
-// have small matrices, and are slower than these only with more channels.
+// With fewer channels, copying the matrices takes longer than the product saves. In Winograd's algorithm, the limit is
+// higher, because oneDNN's products are faster there.
 constexpr int64_t kProductChannels = 128, kWinogradProductChannels = 256;
 
 bool uses_products(const OneDnn::Geometry &g) {
@@ -405,7 +404,8 @@ std::vector<Tensor> Conv2dBackward(const Tensor &x, const Tensor &filter, const 
   if (needs_dx && is_winograd) winograd_conv(geometry, true, out, taps, data<float>(dx));
   if (needs_dx && !is_winograd) OneDnn::get().run(OneDnn::kInputGradient, geometry, data<float>(dx), taps, out);
   if (needs_dfilter && is_winograd) winograd_filter_gradient(geometry, in, out, data<float>(dfilter));
-  if (needs_dfilter && !is_winograd && uses_products(geometry)) filter_gradient(geometry, in, out, data<float>(dfilter));
+  if (needs_dfilter && !is_winograd && uses_products(geometry))
+    filter_gradient(geometry, in, out, data<float>(dfilter));
   if (needs_dfilter && !is_winograd && !uses_products(geometry))
     OneDnn::get().run(OneDnn::kFilterGradient, geometry, in, data<float>(dfilter), out);
   return {dx, dfilter};

@@ -1062,8 +1062,8 @@ def test_loss_of_non_finite_logits(device, where):
 
 
 # (input channels, outputs, image size, kernel size, stride, paddings, dilation, groups). Convolutions with 3x3 filters,
-# at least 64 channels and stride 1 use Winograd's algorithm, except for few pixels. Without AVX-512, filter gradients with
-# at least 128 channels are products of matrices. Sizes are even, odd, and too large for one matrix product.
+# at least 64 channels and stride 1 use Winograd's algorithm, except for few pixels. Without AVX-512, filter gradients
+# with at least 128 channels are products of matrices. Sizes are even, odd, and too large for one matrix product.
 ONEDNN_CONVOLUTIONS = [
     (4, 32, (17, 18), 3, 2, (1, 1, 1, 1), 1, 1),
     (3, 16, (16, 16), 3, 2, (0, 1, 0, 1), 1, 1),

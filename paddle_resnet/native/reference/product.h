@@ -1,6 +1,6 @@
-// Products of float32 matrices for the CPU, in the form of filter gradients: the result is small, and the inner dimension
-// is the number of pixels. A tile of the result, kTileRows x kTileColumns elements, stays in vector registers while the
-// products along the inner dimension are added. Each element is added up in the same order for any number of threads.
+// Products of float32 matrices for the CPU, as in filter gradients: the result is small, and the inner dimension is the
+// number of pixels. A tile of the result, kTileRows x kTileColumns elements, stays in vector registers while products
+// are added along the inner dimension. Each element is added up in the same order for any number of threads.
 
 #pragma once
 
@@ -83,7 +83,7 @@ void fill_panels(const float *matrix, int64_t step, int64_t rows, int64_t column
 inline void multiply_transposed(int64_t count, int64_t rows, int64_t inner, int64_t columns, const float *a,
                                 const float *b, float *c, bool adds) {
   const int threads = threads_for(count * inner * (rows + columns));
-  // Threads that share a product compute different rows or columns of it, whichever are more, and copy the others again.
+  // Threads that share a product compute different rows or columns of it, whichever are more, and copy the rest again.
   const int64_t parts = (threads + count - 1) / count;
   const bool divides_rows = rows > columns;
   const auto begin_of = [&](int64_t part, int64_t size, int64_t unit) {
