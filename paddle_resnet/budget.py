@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paddle_resnet import dali, program, recipe
-from paddle_resnet.checkpoints import folders, saver, variables
+from paddle_resnet.checkpoints import folders, run_folders, saver, variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
@@ -119,7 +119,7 @@ def choose(options: Options, exe: "static.Executor", training: Any, evaluation: 
         stages[0] = stages[0]._replace(start_s=0)  # this stage has already started
         evaluation_s = _measure_evaluation(exe, evaluation, SLOW_EVALUATION * budget_s)
 
-    folder = folders.run_folder(options.output_dir, options.model_arch_name)
+    folder = run_folders.run_folder(options.output_dir, options.model_arch_name)
 
     def plan():
         times = Times(stages, evaluation_s, _measure_checkpoint(folder, options.checkpoint_commit, training.program))

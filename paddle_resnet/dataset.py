@@ -13,7 +13,6 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.data import layout
-from paddle_resnet.data.formats import read_image
 from paddle_resnet.models import registered_name
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import flag_name
@@ -164,12 +163,8 @@ def _run_split(args: argparse.Namespace):
 
     _claim_folder(args)
     try:
-        counts, n_classes = split.split(args.source, args.output, args.val, args.seed, args.group_duplicates)
-    except BrokenProcessPool as e:
-        raise UsageError(
-            "--group-duplicates: a worker process was killed, possibly because memory ran out; free memory, and repeat "
-            "the command"
-        ) from e
+        with _workers("--group-duplicates", "; free memory, and repeat the command"):
+            counts, n_classes = split.split(args.source, args.output, args.val, args.seed, args.group_duplicates)
     except OSError as e:
         name = f" {e.filename}" if e.filename else ""
         raise UsageError(
@@ -178,6 +173,12 @@ def _run_split(args: argparse.Namespace):
     print(
         f"{args.output}: {counts['train']} training and {counts['val']} validation images in "
         f"{counted(n_classes, 'class', 'classes')}"
+    )
+
+
+def _add_workers(command):
+    command.add_argument(
+        "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
 
 
@@ -215,9 +216,7 @@ def _add_convert(commands):
         metavar="Q",
         help=f"JPEG quality of images that are shrunk (default: {convert.QUALITY})",
     )
-    command.add_argument(
-        "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
-    )
+    _add_workers(command)
     _add_skip_list(command)
     command.add_argument(
         "--unchecked",
@@ -278,17 +277,22 @@ def _with_progress(args: argparse.Namespace, write):
 
         check = None if args.unchecked else progress("check")
         try:
-            return write(check, progress(args.to))
-        except BrokenProcessPool as e:
-            raise UsageError(
-                "--workers: a worker process was killed, possibly because memory ran out; repeat the command with "
-                "fewer workers"
-            ) from e
+            with _workers():
+                return write(check, progress(args.to))
         except OSError as e:
             name = f": {e.filename}" if e.filename else ""
             raise UsageError(
                 f"--output {args.output}: cannot be written ({e.strerror}{name}); fix the cause and repeat the command"
             ) from e
+
+
+@contextlib.contextmanager
+def _workers(subject="--workers", remedy="; repeat the command with fewer workers"):
+    """If a worker process is killed while the `with` block runs, raise UsageError."""
+    try:
+        yield
+    except BrokenProcessPool as e:
+        raise UsageError(f"{subject}: a worker process was killed, possibly because memory ran out{remedy}") from e
 
 
 def _add_import(commands):
@@ -332,9 +336,7 @@ def _add_import(commands):
         "all folders (default: detected)",
     )
     _add_shards(command)
-    command.add_argument(
-        "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
-    )
+    _add_workers(command)
     command.add_argument("--unchecked", action="store_true", help="skip the initial check of all images")
 
 
@@ -393,7 +395,6 @@ def _add_preview(commands):
 def _run_preview(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
-
     images = inspection.preview(args.root, args.output, args.images, args.train_flags)
     print(f"{args.output}: {counted(images, 'training image')}, each with {inspection.VERSIONS} augmented versions")
 
@@ -425,15 +426,9 @@ def _run_verify(args: argparse.Namespace):
     from paddle_resnet.tools import verify
 
     _claim_file("--fix-list", args.fix_list, args.root)
-    try:
-        scope = RunScope(args.run_scope)
-        options = args.allow_outside, scope, args.allow_empty_classes, args.label_offset, args.allow_one_class
-        report = verify.verify(args.root, args.num_of_class, *options)
-    except BrokenProcessPool as e:
-        raise UsageError(
-            "verify: a worker process was killed, possibly because memory ran out, before all images were checked; "
-            "free memory, and repeat the command"
-        ) from e
+    options = args.allow_outside, RunScope(args.run_scope), args.allow_empty_classes, args.label_offset
+    with _workers("verify", ", before all images were checked; free memory, and repeat the command"):
+        report = verify.verify(args.root, args.num_of_class, *options, args.allow_one_class)
     verify.show(report)
     if args.fix_list is not None:
         with outputs.writing("--fix-list", args.fix_list):
@@ -488,9 +483,7 @@ def _add_duplicates(commands):
     command.add_argument(
         "--multi-label", action="store_true", help=f"read a multi-label data set, as for {program('train')}"
     )
-    command.add_argument(
-        "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
-    )
+    _add_workers(command)
     _add_label_flags(command)
 
 
@@ -513,13 +506,8 @@ def _run_duplicates(args: argparse.Namespace):
             report = duplicates.by_features(images, features_of, similarity)
     else:
         distance = duplicates.DISTANCE if args.distance is None else args.distance
-        try:
+        with _workers():
             report = duplicates.by_hash(images, distance, args.workers)
-        except BrokenProcessPool as e:
-            raise UsageError(
-                "--workers: a worker process was killed, possibly because memory ran out; repeat the command with "
-                "fewer workers"
-            ) from e
     for name, problem in [*report.unreadable.items()][: duplicates.SHOWN]:
         logger.write_line(printable(f"{name} {problem}"), sys.stderr)
     if (more := len(report.unreadable) - duplicates.SHOWN) > 0:
@@ -532,12 +520,7 @@ def _run_duplicates(args: argparse.Namespace):
     else:
         print(*duplicates.lines(report), sep="\n")
     if csv_file is not None:
-        options = {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
-        with (
-            outputs.writing("--csv", csv_file),
-            outputs.replaced(csv_file) as partial,
-            open(partial, "w", **options) as file,
-        ):
+        with outputs.writing("--csv", csv_file), outputs.replaced_csv(csv_file) as file:
             duplicates.write_csv(report, file)
     if args.fix_list is not None:
         with outputs.writing("--fix-list", args.fix_list):
@@ -559,17 +542,9 @@ def _features_of(args: argparse.Namespace):
     device = inference.resolve_device(args.device or "auto")
     model = inference.open_model(args.checkpoint, device, arch, None, [FEATURE_BATCH], features=True)
 
-    def read(image):
-        try:
-            return read_image(image)[0], None
-        except OSError as e:
-            return None, f"cannot be read ({e.strerror})"
-        except UsageError as e:
-            return None, f"cannot be read ({e})"
-
     def features_of(images):
-        batches = image_files.predict_batches(model, images, FEATURE_BATCH, device, FEATURE_THREADS, read)
-        for files_read, results in batches:
+        options = FEATURE_BATCH, device, FEATURE_THREADS, duplicates.read
+        for files_read, results in image_files.predict_batches(model, images, *options):
             yield files_read, features.normalized(results[1]) if results else np.zeros([0, 0], np.float32)
 
     with bad_images.decoders_silenced():
@@ -603,9 +578,7 @@ def _add_info(commands):
 
 def _run_info(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
-    inspection = _inspection()
-
-    inspection.info(args.root, args.output, args.allow_outside, args.label_offset)
+    _inspection().info(args.root, args.output, args.allow_outside, args.label_offset)
 
 
 def _add_speed(commands):
@@ -632,9 +605,7 @@ def _add_speed(commands):
 
 
 def _run_speed(args: argparse.Namespace):
-    inspection = _inspection()
-
-    inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)
+    _inspection().speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)
 
 
 def _add_label_flags(command):

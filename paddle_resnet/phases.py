@@ -12,7 +12,7 @@ import yaml
 from paddle import static
 
 from paddle_resnet import budget, dali, graph, program, recipe, resolution, run_report
-from paddle_resnet.checkpoints import folders, restore, saver, teachers, variables
+from paddle_resnet.checkpoints import restore, run_folders, saver, teachers, variables
 from paddle_resnet.components import START, distillation, precision, quantization, stages, task
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.data.iterators import Loader, TrainingLoader
@@ -123,7 +123,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """The run folder OUTPUT_DIR/ARCH."""
-        return folders.run_folder(self.settings.output_dir, self.settings.model_arch_name)
+        return run_folders.run_folder(self.settings.output_dir, self.settings.model_arch_name)
 
     @property
     def is_done(self) -> bool:
@@ -230,7 +230,9 @@ class Run:
         """Return the command that starts a new run with these flags from the weights in a checkpoint folder, for
         example because the classes have changed."""
         flags, is_explicit = self.settings.as_dict(), self.settings.is_explicit
-        changed = parsing.changed(flags)
+        changed = parsing.changed(flags).keys()
+        if self.settings.budget_minutes is not None:
+            changed -= {*durations.CHOSEN_FOR_BUDGET}  # the new run chooses them again
         kept = [name for name in of_kinds(*RESUMED, "loader", "machine") if name in changed or is_explicit(name)]
         omitted = ("num_of_class", *(field.name for field in dataclasses.fields(distillation.Settings)))
         flags = {name: flags[name] for name in (*kept, "run_scope") if name not in omitted}

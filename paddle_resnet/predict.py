@@ -1,45 +1,29 @@
 """Predict the classes of images: `python -m paddle_resnet.predict MODEL IMAGE ...`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv
 import json
 import os
 import sys
-import tempfile
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TextIO
 
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
-from paddle_resnet.results import predictions
+from paddle_resnet.serving import features
+from paddle_resnet.serving.model import TOP
 from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.tasks import multi_label, single_label
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
-from paddle_resnet.utils.meters import latency_percentiles
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from typing import TextIO
-
-    from paddle_resnet.serving.model import Model
-
-TOP = 5
-BENCHMARK_BATCHES = [1, 4, 16, 64, 256]
-BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips", "memory_mib")
-BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and minimum number of steps of a measurement
-BENCHMARK_WARMUP_STEPS = 5
+BENCHMARK_BATCHES = [1, 4, 16, 64, 256]  # default of --benchmark-batches
 MAX_LINE_BYTES = 4098  # one byte more than a path with 4,096 bytes, Linux's limit, and its line break
 BATCH_SIZE, THREADS = 32, 4
 HOST, MAX_MB, MAX_IMAGES = "127.0.0.1", 20, 16  # defaults of --serve-host, --serve-max-mb and --serve-max-images
@@ -119,133 +103,6 @@ def _images_below(folder):
         remedy = f"if these include images, rename them so that they end in {IMAGE_ENDINGS}"
         logger.warn(printable(f"{folder}: skipped {counts}; {remedy}"))
     return sorted(paths)
-
-
-def top(probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the TOP most probable classes of each image in descending order: (labels, probabilities), both [N, k].
-    Classes with equal probabilities are in label order. `probabilities` is [N, C] without NaN."""
-    k = min(TOP, probabilities.shape[1])
-    remaining, labels = np.array(probabilities), np.empty((len(probabilities), k), np.int64)
-    for i in range(k):  # find the maximum k times instead of sorting all classes
-        labels[:, i] = remaining.argmax(axis=1)
-        np.put_along_axis(remaining, labels[:, i : i + 1], -np.inf, axis=1)
-    return labels, np.take_along_axis(probabilities, labels, axis=1)
-
-
-def above(probabilities: np.ndarray, thresholds: list[float], names: Sequence[str]) -> list[list[dict[str, Any]]]:
-    """Return [{"label", "class", "probability", "threshold"}] for each image of a multi-label network: all classes
-    whose probability is at least the threshold, in descending order of the probability."""
-    images = []
-    for row in probabilities.astype(float).tolist():
-        labels = sorted((i for i, p in enumerate(row) if p >= thresholds[i]), key=lambda i: -row[i])
-        images.append(
-            [{"label": i, "class": names[i], "probability": row[i], "threshold": thresholds[i]} for i in labels]
-        )
-    return images
-
-
-def entries(labels: np.ndarray, probabilities: np.ndarray, names: Sequence[str]) -> list[list[dict[str, Any]]]:
-    """Return [{"label", "class", "probability"}] for each image. `labels` and `probabilities` are the result of top;
-    `names` contains the names of all classes."""
-    return [
-        [{"label": i, "class": names[i], "probability": p} for i, p in zip(*image, strict=True)]
-        for image in zip(labels.tolist(), probabilities.tolist(), strict=True)
-    ]
-
-
-def _rows(paths, labels, probabilities, names):
-    """Return an iterable with the row of each image for the CSV file: path, label and class of the most probable class,
-    then label, class and probability of each class in `labels`."""
-    columns = []
-    for ranked, values in zip(labels.T.tolist(), probabilities.T.tolist(), strict=True):
-        columns += ranked, [names[i] for i in ranked], [f"{p:.7g}" for p in values]
-    return zip(paths, *columns[:2], *columns, strict=True)
-
-
-def benchmark(models: Iterable[Model], batch_sizes: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
-    """Benchmark each Model of an iterable on random images in host memory. The times include the copies from and to
-    host memory. Yield {"engine", "precision", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms",
-    "memory_mib" (peak memory of the engine so far, see memory.Peak)} for each model and batch size.
-
-    Args:
-        models: iterable that opens each model when it is requested.
-        batch_sizes: images per batch.
-        device: "cpu" or "gpu".
-    """
-    from paddle_resnet.machine import memory
-
-    random, models = np.random.default_rng(0), iter(models)
-    while True:
-        peak = memory.Peak(device)
-        if (model := next(models, None)) is None:
-            return
-        for batch in batch_sizes:
-            images = model.host_images(batch)
-            images[:] = 2 * random.random(images.shape, dtype=np.float32)
-            times_s = []
-            # The first runs are not measured, because an engine may select algorithms or capture a CUDA graph.
-            for _ in range(BENCHMARK_WARMUP_STEPS):
-                model.run(images)
-            while len(times_s) < BENCHMARK_STEPS or sum(times_s) < BENCHMARK_S:
-                start = perf_counter()
-                model.run(images)
-                times_s.append(perf_counter() - start)
-            entry = {"engine": model.engine, "precision": model.precision, "batch": batch}
-            entry |= {"ips": batch * len(times_s) / sum(times_s), **latency_percentiles(times_s)}
-            yield entry | {"memory_mib": peak.mib()}
-        del model
-
-
-def engines(
-    path: str,
-    device: str,
-    model_arch_name: str | None = None,
-    precision: str | None = None,
-    sizes: Sequence[int] = (32,),
-) -> Iterator[Model]:
-    """Yield a Model for each engine that can run the network at a path. Each Model is opened when it is requested. For
-    Paddle Inference and onnxruntime, a checkpoint is exported to a temporary folder. If the network cannot be exported
-    to ONNX or run in onnxruntime, a warning is logged and onnxruntime is omitted. For arguments and exceptions, see
-    inference.open_model and export.export."""
-    from paddle_resnet import export
-    from paddle_resnet.serving import inference, networks
-
-    folder = Path(path)
-    onnx_file = folder / f"{inference.NAME}.onnx"
-    problem = f"{path}: contains no {onnx_file.name}; export the checkpoint with --onnx"
-    with tempfile.TemporaryDirectory() as temporary:
-        if inference.is_export(folder):
-            model = inference.open_model(path, device, model_arch_name, precision, sizes)
-            yield model
-            if model.engine == "onnxruntime":
-                return
-            del model
-        else:
-            precisions = [precision] if precision else ["float32", inference.resolve_precision(None, device)]
-            for each in dict.fromkeys(precisions):
-                yield inference.open_checkpoint(path, device, model_arch_name, each, sizes, engine="Paddle")
-            if device == "gpu":
-                yield networks.load_checkpoint(path, device, model_arch_name=model_arch_name).model()
-            folder = Path(temporary) / "export"
-            onnx_file = folder / onnx_file.name
-            try:
-                export.export(path, folder, onnx=True, model_arch_name=model_arch_name)
-            except (UsageError, RunError) as e:
-                problem = e
-                export.export(path, folder, model_arch_name=model_arch_name)
-            yield inference.open_paddle(folder, device)
-            if "float16" in precisions:
-                half = Path(temporary) / "float16"
-                export.export(path, half, model_arch_name=model_arch_name, precision="float16")
-                yield inference.open_paddle(half, device)
-        try:
-            if not onnx_file.is_file():
-                raise UsageError(problem)
-            model = inference.open_onnx(onnx_file, device)
-        except UsageError as e:
-            logger.warn(f"onnxruntime: not measured: {e}")
-        else:
-            yield model
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -387,11 +244,15 @@ def _main(args: argparse.Namespace):
 
         compat.check_version()
         from paddle_resnet.data import bad_images
-        from paddle_resnet.serving import features, heat_maps, image_files, inference
+        from paddle_resnet.serving import heat_maps, image_files, inference
 
     device = inference.resolve_device(args.device)
     if args.benchmark:
-        return _print_benchmark(args, device)
+        from paddle_resnet.serving import benchmark
+
+        batches = args.benchmark_batches or BENCHMARK_BATCHES
+        benchmark.print_table(args.model, device, args.model_arch_name, args.precision, batches)
+        return exit_codes.DONE
     batch_size = 1 if listener else args.batch_size or BATCH_SIZE
     has_features = args.features is not None
     options = args.precision, [batch_size], args.tta, has_features
@@ -400,16 +261,19 @@ def _main(args: argparse.Namespace):
         printable(f"{args.model}: {model.engine}, {model.precision}, on the {device.upper()}"), sys.stderr
     )
     if listener:
-        return _serve(args, model, device, listener)
+        from paddle_resnet.serving import server
+
+        server.serve(args, model, device, listener)
+        return exit_codes.DONE
     draw = None
     if args.heat_map is not None:
-        draw = _drawer(args.heat_map, heat_maps.open_model(args.model, device, args.model_arch_name))
+        draw = heat_maps.drawer(args.heat_map, heat_maps.open_model(args.model, device, args.model_arch_name))
     bad = number = 0
-    names, thresholds = _class_names(model), _thresholds(model)
-    if thresholds is None:
-        columns = ["prediction", "predicted_class", *single_label.top_columns(min(TOP, len(names)))]
-    else:
+    names, is_multi_label = model.class_names, model.thresholds is not None
+    if is_multi_label:
         columns = ["prediction", *(multi_label.PROBABILITY + name for name in names)]
+    else:
+        columns = ["prediction", "predicted_class", *single_label.top_columns(min(TOP, len(names)))]
     with contextlib.ExitStack() as stack:
         stack.enter_context(bad_images.decoders_silenced())
         write = stack.enter_context(_csv_writer(args.csv, columns))
@@ -430,36 +294,30 @@ def _main(args: argparse.Namespace):
             probabilities = results[0]
             if has_features:
                 write_features(found, results[1])
-            if thresholds is not None:
-                images = above(probabilities, thresholds, names)
-                rows = _multi_label_rows(found, images, probabilities)
-            else:
-                best = *top(probabilities), names
-                images, rows = entries(*best), _rows(found, *best)
+            images = model.predicted_classes(probabilities)
             drawn = None
             if draw is not None:  # of a multi-label network, some images have no predicted class
                 each = zip(numbers_found, found, images, strict=True)
                 drawn = [draw(number, path, classes[0]["label"]) if classes else None for number, path, classes in each]
                 bad += sum(path is None and classes != [] for path, classes in zip(drawn, images, strict=True))
             if write:
-                write(rows)
+                write(_multi_label_rows(found, images, probabilities) if is_multi_label else _rows(found, images))
             if args.json or not write:
-                _print(found, images, args.json, "top" if thresholds is None else "classes", drawn)
+                _print(found, images, args.json, "classes" if is_multi_label else "top", drawn)
     return exit_codes.FAILURE if bad else exit_codes.DONE
 
 
-def _class_names(model):
-    return predictions.class_names(model.description["classes"], model.description["output"]["shape"][1])
-
-
-def _thresholds(model):
-    """Return the thresholds of a multi-label network, or None."""
-    return model.description.get("multi_label", {}).get("thresholds")
+def _rows(paths, images):
+    """Yield the row of each image for the CSV file: path, label and class of the most probable class, then label, class
+    and probability of each class in `images`, the result of Model.predicted_classes."""
+    for path, classes in zip(paths, images, strict=True):
+        cells = single_label.top_cells(entry.values() for entry in classes)
+        yield [path, *cells[:2], *cells]
 
 
 def _multi_label_rows(paths, images, probabilities):
     """Yield the row of each image of a multi-label network for the CSV file: path, names of the predicted classes
-    (`images`, the result of `above`), and probability of each class."""
+    (`images`, the result of Model.predicted_classes), and probability of each class."""
     for path, classes, row in zip(paths, images, probabilities.tolist(), strict=True):
         yield [path, "|".join(entry["class"] for entry in classes), *(f"{p:.7g}" for p in row)]
 
@@ -480,38 +338,9 @@ def _check_model_flags(args: argparse.Namespace):
             )
 
 
-def _drawer(folder, model):
-    """Return a function draw(number, path, label) that writes the heat map of an image to the folder. draw() returns
-    the path of the heat map, or None if the image cannot be read, and raises UsageError if a file cannot be written."""
-    from paddle_resnet.data import bad_images
-    from paddle_resnet.serving import heat_maps
-
-    def draw(number, path, label):
-        try:
-            with files.open_regular(path, bad_images.MAX_BYTES) as file:
-                drawn = heat_maps.overlay(model, file.read(), label)
-        except (heat_maps.Unreadable, OSError) as e:
-            problem = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else e
-            logger.write_line(printable(f"{path} {problem}"), sys.stderr)
-            return None
-        # The number of the image makes file names unique. Only the end of the image's name is kept, because file
-        # systems limit a name to 255 bytes.
-        name = os.fsdecode(os.fsencode(os.path.basename(path))[-200:])
-        target = os.path.join(folder, f"{number:06d}_{name}.jpg")
-        try:
-            os.makedirs(folder, exist_ok=True)
-            with outputs.replaced(target) as partial:
-                partial.write_bytes(drawn)
-        except OSError as e:
-            raise UsageError(f"--heat-map {folder}: cannot be written ({e.strerror}); choose a different folder") from e
-        return target
-
-    return draw
-
-
-def _print(paths, images, as_json, key, drawn=None):
-    """Print a line for each image. `images` is the result of entries or of above, and `key` is its key in JSON. `drawn`
-    is the path of each heat map, or None without --heat-map."""
+def _print(paths, images, as_json, key, drawn):
+    """Print a line for each image. `images` is the result of Model.predicted_classes, and `key` is its key in JSON.
+    `drawn` is the path of each heat map, or None without --heat-map."""
     for i, (path, classes) in enumerate(zip(paths, images, strict=True)):
         if as_json:
             line = json.dumps({"image": path, key: classes} | ({} if drawn is None else {"heat_map": drawn[i]}))
@@ -522,7 +351,8 @@ def _print(paths, images, as_json, key, drawn=None):
 
 
 def _listen(args: argparse.Namespace):
-    """Return the socket of the web server, or None if --serve is not set."""
+    """Return the socket of the web server, and set the defaults of the other flags of the server; or return None if
+    --serve is not set."""
     if args.serve is None:
         for name in ("serve_host", "serve_max_mb", "serve_max_images"):
             if (value := getattr(args, name)) is not None:
@@ -533,63 +363,9 @@ def _listen(args: argparse.Namespace):
         raise UsageError(f"--serve {args.serve}: not supported with {others}; remove them")
     from paddle_resnet.serving import web
 
-    return web.listen(_host(args), args.serve)
-
-
-def _host(args: argparse.Namespace):
-    return HOST if args.serve_host is None else args.serve_host
-
-
-def _serve(args: argparse.Namespace, model, device, listener):
-    """Answer requests until a signal stops the server, and return the exit code."""
-    from paddle_resnet.data import bad_images
-    from paddle_resnet.serving import heat_maps, image_files, web
-
-    names, thresholds = _class_names(model), _thresholds(model)
-
-    def classify(upload):
-        options = 1, device, args.dali_num_threads, web.Upload.read
-        [(_, row, problem)] = image_files.predict(model, [upload], *options)
-        if row is None:
-            return None, problem
-        if thresholds is not None:
-            return above(row[None], thresholds, names)[0], None
-        return entries(*top(row[None]), names)[0], None
-
-    def heat_map(upload, label):
-        try:
-            return heat_maps.overlay(maps, upload.content, label)
-        except heat_maps.Unreadable as e:
-            logger.write_line(printable(f"{upload} {e}"), sys.stderr)
-            return None
-
-    maps = None
-    try:
-        if args.tta != "none":
-            raise UsageError(f"--tta {args.tta} averages two predictions")
-        maps = heat_maps.open_model(args.model, device, args.model_arch_name)
-    except UsageError as e:
-        logger.write_line(printable(f"the page shows no heat maps: {e}"), sys.stderr)
-    host, worker = _host(args), ThreadPoolExecutor(1)
-    blank = web.blank_image()
-    worker.submit(classify, blank).result()  # the first image takes longest, so a user should not have to wait for it
-    if maps is not None:
-        worker.submit(heat_map, blank, 0).result()
-    limits = 10**6 * (args.serve_max_mb or MAX_MB), args.serve_max_images or MAX_IMAGES
-    hosts = web.allowed_hosts(listener, host)
-    app = web.create_app(classify, worker, model.description, *limits, hosts, heat_map=maps and heat_map)
-    if not web.is_loopback(listener):
-        logger.warn(
-            f"--serve-host {host}: other machines can access the model without password or encryption; restrict "
-            "access with a firewall"
-        )
-    line = f"{web.url(listener)}: page to try {args.model}; press Control-C to stop the server"
-    with bad_images.decoders_silenced():
-        try:
-            web.serve(app, listener, lambda: logger.write_line(line, sys.stdout))
-        finally:
-            worker.shutdown(wait=False, cancel_futures=True)
-    return exit_codes.DONE
+    args.serve_host = HOST if args.serve_host is None else args.serve_host
+    args.serve_max_mb, args.serve_max_images = args.serve_max_mb or MAX_MB, args.serve_max_images or MAX_IMAGES
+    return web.listen(args.serve_host, args.serve)
 
 
 def _claim_outputs(args: argparse.Namespace, paths):
@@ -599,8 +375,6 @@ def _claim_outputs(args: argparse.Namespace, paths):
         raise UsageError(f"--heat-map {args.heat_map}: not empty; choose a new folder")
     tables = {"--csv": None if args.csv == "-" else args.csv, "--features": args.features}
     if args.features is not None:
-        from paddle_resnet.serving import features
-
         tables["the table next to --features"] = features.table_of(args.features)
     tables = {flag: path for flag, path in tables.items() if path is not None}
     if not tables and args.heat_map is None:
@@ -632,15 +406,7 @@ def _csv_writer(path, columns):
         if path != "-" and (os.path.isfile(path) or not os.path.exists(path)):
             Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
             lock = locks.held(locks.file_of(path), f"--csv {path}", logger.warn)
-        # With backslashreplace, file names that are not valid UTF-8 can be written.
-        options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(lock)
-            file = sys.stdout
-            if path != "-":
-                partial = stack.enter_context(outputs.replaced(path))
-                file = stack.enter_context(open(partial, "w", **options))
-
+        with lock, contextlib.nullcontext(sys.stdout) if path == "-" else outputs.replaced_csv(path) as file:
             # With lineterminator="\n", fields that contain \r would not be quoted.
             lines = SimpleNamespace(write=lambda line: file.write(line.removesuffix("\r\n") + "\n"))
             writer = csv.writer(lines)
@@ -654,18 +420,6 @@ def _csv_writer(path, columns):
         ) from e
     except OSError as e:
         raise UsageError(f"--csv {path}: cannot be written ({e.strerror}); choose a different file") from e
-
-
-def _print_benchmark(args: argparse.Namespace, device):
-    logger.info(f"{args.model} on {device}, random images in host memory, latency in ms, peak memory in MiB")
-    names = "  ".join(f"{name:>9}" for name in ("p50", "p90", "p99", "images/s", "memory"))
-    logger.info(f"{'batch':>5}  {'engine':16}  {'precision':9}  {names}")
-    batches = args.benchmark_batches or BENCHMARK_BATCHES
-    models = engines(args.model, device, args.model_arch_name, args.precision, batches)
-    with contextlib.closing(models):
-        for result in benchmark(models, batches, device):
-            metrics = "  ".join(f"{result[name]:9.2f}" for name in BENCHMARK_COLUMNS)
-            logger.info(f"{result['batch']:5}  {result['engine']:16}  {result['precision']:9}  {metrics}")
 
 
 if __name__ == "__main__":

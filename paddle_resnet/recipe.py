@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paddle_resnet import resolution
-from paddle_resnet.checkpoints import conversion, folders, published
+from paddle_resnet.checkpoints import conversion, published, run_folders
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus, memory
@@ -114,7 +114,7 @@ def _facts(options):
     if data.count_classes(Mode.TRAIN) == 1:
         raise UsageError(f"--image-root {root}: contains only one class; add images of other classes")
     has_gpu, output_dir = options.device == "gpu", options.output_dir
-    runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
+    runs = [run.name for run in run_folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
     return Facts(
         images=images[Mode.TRAIN],
         processes=processes.world_size(),

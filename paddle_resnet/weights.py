@@ -21,7 +21,7 @@ from paddle_resnet.utils.mode import Mode
 EVALUATION_BATCH = 32
 
 
-def evaluate(checkpoint: str | Path, image_root: str | Path, device: str = "auto", threads: int = 4) -> dict[str, Any]:
+def evaluate(checkpoint: str | Path, image_root: str | Path, device: str = "auto") -> dict[str, Any]:
     """Evaluate a checkpoint on the validation images of a data set, in float32.
 
     Args:
@@ -29,7 +29,6 @@ def evaluate(checkpoint: str | Path, image_root: str | Path, device: str = "auto
         image_root: folder of the data set (--image-root). If the checkpoint has class names, class folders are matched
             by name, and some classes may be missing. In other data formats, the labels must be those of the checkpoint.
         device: "auto", "gpu" or "cpu".
-        threads: number of CPU threads for DALI.
     Returns:
         {"images", "classes" (number of classes with images), "top1", "top5"}.
     Raises:
@@ -42,7 +41,7 @@ def evaluate(checkpoint: str | Path, image_root: str | Path, device: str = "auto
     device = inference.resolve_device(device)
     network = networks.load_checkpoint(checkpoint, device)
     model = network.model(logits=True)
-    args = inference.loader_args(model.description, EVALUATION_BATCH, device, threads)
+    args = inference.loader_args(model.description, EVALUATION_BATCH, device)
     data_format = layout.detect(str(image_root), Mode.EVAL)
     args.set("internal", image_root=str(image_root), num_of_class=network.args.num_of_class, data_format=data_format)
     trained = restore.recorded_classes(network.meta) or classes.numbers(args.num_of_class)

@@ -29,7 +29,7 @@ from PIL import Image
 import data_files
 from layouts import image, put
 from paddle_resnet.data import decoding, images
-from paddle_resnet import config
+from paddle_resnet import config, export
 from paddle_resnet import resolution
 from paddle_resnet import train
 from paddle_resnet import models, program
@@ -38,7 +38,7 @@ from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
 from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import cuda_graph
-from paddle_resnet.tools import convert, verify
+from paddle_resnet.tools import verify, workers
 from paddle_resnet.utils import cache as cache_folder
 from paddle_resnet.utils import logger, signals
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
@@ -301,13 +301,29 @@ def verify_here(monkeypatch):
 
 
 @pytest.fixture
+def model_of(tmp_path):
+    """Return a function that creates a model of a given kind from a checkpoint and returns the model's path."""
+
+    def model_of(kind, checkpoint):
+        if kind == "checkpoint":
+            return checkpoint
+        if "ONNX" in kind:
+            pytest.importorskip("onnx")
+            pytest.importorskip("onnxruntime")
+        export.export(checkpoint, tmp_path / "exported", onnx="ONNX" in kind, uint8="uint8" in kind)
+        return tmp_path / "exported" / ("model.onnx" if "ONNX" in kind else "")
+
+    return model_of
+
+
+@pytest.fixture
 def convert_here(monkeypatch):
     """Make convert prepare images in threads instead of worker processes. tests/tools/test_convert.py tests the
     processes."""
     monkeypatch.setattr(
-        convert, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options)
+        workers, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options)
     )
-    monkeypatch.setattr(convert.signals, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(workers.signals, "die_with_parent", lambda parent: None)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import lmdb
 
+from paddle_resnet.data import indexes
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.formats.lmdb import datum_class
-from paddle_resnet.data.root import DataRoot
+from paddle_resnet.data.root import CHECKED_LABELS, DataRoot
 from paddle_resnet.tools import convert
 from paddle_resnet.utils.mode import Mode
 
@@ -55,6 +56,17 @@ def write_parquet(path, images, names=None, group=7):
     features = {"image": {"_type": "Image"}, "label": label}
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pyarrow.parquet.write_table(table, path, row_group_size=group)
+
+
+def unchecked(records, filler):
+    """Place records between copies of `filler`, so that their labels are not checked before the run, and return (list,
+    indices of the records)."""
+    count = 2 * (CHECKED_LABELS + len(records))
+    places = sorted({*range(count)} - {*indexes.spread(count, CHECKED_LABELS)})[: len(records)]
+    result = [filler] * count
+    for place, record in zip(places, records, strict=True):
+        result[place] = record
+    return result, places
 
 
 def write(source, output, to, shards=None, workers=1, label_offset="auto"):

@@ -1,6 +1,7 @@
 """Functions that several test modules use: programs, loaders, checkpoints and exported models. Fixtures are in
 conftest.py."""
 
+import contextlib
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from paddle import static
 
 from conftest import ROOT, frozen
 from paddle_resnet import program
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents, folders
 from paddle_resnet.serving import calibration
 
 METRICS = {"loss": 1.0, "top1": 0.5, "top5": 1.0, "ips": 9.0}
@@ -43,11 +44,20 @@ OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
 )
 # A program that locks the folder given as its first argument.
 HOLDER = """
-    import sys, time
-    from paddle_resnet.checkpoints import folders
-    lock = folders.lock(sys.argv[1])
+    import pathlib, sys, time
+    from paddle_resnet.checkpoints import run_lock
+    lock = run_lock.hold(pathlib.Path(sys.argv[1]))
     print("locked", flush=True)
     time.sleep(1000)
+"""
+# A program that locks a file, like an owner that writes "process 1 on x", until its stdin is closed.
+OWNER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("process 1 on x", file=file, flush=True)
+print("locked", flush=True)
+sys.stdin.read()
 """
 PREDICT = """
 import gc
@@ -139,6 +149,16 @@ def take(loader, count):
     return batches
 
 
+@contextlib.contextmanager
+def locked(path):
+    """Hold a lock file in a separate process, "process 1 on x", while the `with` block runs."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-S", "-c", OWNER, str(path)], **pipes) as owner:
+        assert owner.stdout.readline() == "locked\n"
+        yield
+        owner.stdin.close()
+
+
 def write_checkpoint(root, name, text="abc", sequence=0, **meta):
     """Commit a checkpoint that consists of two small files and return its folder."""
     files = {"a.pdparams": lambda f: f.write(text.encode()), "a.pdopt": lambda f: f.write(b"x" * 100)}
@@ -155,9 +175,9 @@ def with_meta(checkpoint, folder, arguments=(), files=(), **meta):
         files: {name of a file: new content in bytes}.
         meta: new values in meta.json.
     """
-    before = folders.read_meta(checkpoint)
-    contents = {name: (checkpoint / name).read_bytes() for name in before["files"]} | dict(files)
-    writers = {name: lambda file, data=data: file.write(data) for name, data in contents.items()}
+    before = contents.read_meta(checkpoint)
+    data = {name: (checkpoint / name).read_bytes() for name in before["files"]} | dict(files)
+    writers = {name: lambda file, content=content: file.write(content) for name, content in data.items()}
     before["arguments"] = before["arguments"] | dict(arguments)
     before = {name: value for name, value in before.items() if name not in ("format", "files", "checksum")}
     return folders.commit(folder, checkpoint.name, writers, before | meta)

@@ -15,7 +15,10 @@ LAYERS = [
     ["paddle_resnet.train"],
     [
         f"paddle_resnet.{name}"
-        for name in ("dataset", "doctor", "export", "lr_find", "predict", "report", "self_test", "weights")
+        for name in (
+            *("dataset", "doctor", "export", "lr_find", "predict", "report", "self_test", "weights"),
+            "serving.benchmark",
+        )
     ],
     ["paddle_resnet.serving"],
     ["paddle_resnet.startup"],

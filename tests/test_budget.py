@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import re
+import shlex
 import time
 from collections import UserList
 from pathlib import Path
@@ -15,8 +16,8 @@ import pytest
 from paddle import static
 
 from conftest import NHWC, TINY, assert_one_error, losses, read_report
-from paddle_resnet import budget, dali, train
-from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet import budget, config, dali, phases, train
+from paddle_resnet.checkpoints import contents, folders, restore, run_folders, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import durations
@@ -147,6 +148,16 @@ def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
     assert time.monotonic() - start < 1
 
 
+def test_command_for_fine_tuning_keeps_the_budget():
+    """A resumed run whose classes have changed prints this command; see test_resume.py."""
+    args = config.parse_args(["--budget-minutes", "5", "--ema", "0.9"])
+    args.set("checkpoint d", epochs=7, warmup_epochs=2)  # chosen by the run that wrote the checkpoint
+    _, _, *arguments = shlex.split(phases.Run(args)._fine_tuning("d"))
+    again = config.parse_args(arguments)
+    assert (again.budget_minutes, again.ema) == (5, 0.9)
+    assert not any(map(again.is_explicit, ("epochs", "warmup_epochs")))
+
+
 def test_budget_includes_time_of_rare_evaluations():
     chosen = budget.epochs_within(settings(eval_interval=10), 200, uniform(20), TIMES)
     assert budget.duration_s(settings(eval_interval=10), chosen, uniform(20), TIMES) == pytest.approx(200, abs=8)
@@ -170,14 +181,14 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
     out = capsys.readouterr().out
     assert f"--epochs {epochs}: chosen for --budget-minutes 0.5, 3 batches of " in out
     assert f"epochs: {epochs}  # chosen: --budget-minutes 0.5, 3 batches of " in out
-    newest = folders.newest(tmp_path / "output/Tiny")
-    assert folders.read_meta(newest)["arguments"]["epochs"] == epochs
+    newest = run_folders.newest(tmp_path / "output/Tiny")
+    assert contents.read_meta(newest)["arguments"]["epochs"] == epochs
 
     # The same command resumes with the same number of epochs and measures nothing.
     code, report = run("--budget-minutes", 0.5, "--patience", 0, "--lr", 0, "--resume")
     assert (code, len(measured)) == (0, 1)
     assert {entry["data"]["epochs"] for entry in report if entry["step"] == "PARAMETER"} == {epochs}
-    assert folders.newest(tmp_path / "output/Tiny").name == str(epochs - 1)
+    assert run_folders.newest(tmp_path / "output/Tiny").name == str(epochs - 1)
 
 
 def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):

@@ -423,6 +423,32 @@ def test_as_dict_round_trips_through_config_file(config_file, flags):
     assert parse(f"--config {config_file(yaml.safe_dump(values))}").as_dict() == values
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--budget-minutes 5 --ema 0.9",
+        "--budget-minutes 5 --warmup-epochs 2",
+        "--choose-recipe --batch-size 7",
+        "--iter-unit batch --num-iter 9 --lr-scheduler Poly",
+        "--resume --output-dir d --lr 0.1",
+        "--from-checkpoint d --last-epoch-of-checkpoint auto --seed 3",
+        "--from-pretrained-params d --multi-label",
+    ],
+)
+def test_printed_config_specifies_the_same_run(config_file, flags):
+    args = parse(flags)
+    again = parse(f"--config {config_file(parsing.as_yaml(args))}")
+    assert again.as_dict() == args.as_dict()
+    assert [*validation.warnings(again)] == [*validation.warnings(args)]
+    # The run may determine these flags if they are not explicit.
+    names = {"data_layout", "cuda_graph", "show_config", "asp", "num_of_class", "image_shape"}
+    names |= {"epochs", "warmup_epochs"} if args.budget_minutes else set()
+    names |= {"lr", "batch_size", "optimizer", "dali_num_threads"} if args.choose_recipe else set()
+    names |= {"momentum", "lr", "ema"} if args.resume or args.last_epoch_of_checkpoint else set()
+    assert {name: again.is_explicit(name) for name in names} == {name: args.is_explicit(name) for name in names}
+
+
 def test_as_dict_excludes_flags_of_the_command(config_file):
     values = parse(f"--config {config_file('')} --print-config --inference-dir d").as_dict()
     assert set(values) == FLAGS.keys() - {"config", "print_config", "inference_dir"}
@@ -1195,7 +1221,10 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
 
 
 def test_help_states_which_values_print_config_omits():
-    omitted = "except those that you do not set and that a checkpoint, the data or the network can determine"
+    omitted = (
+        "except those that you do not set and that the run can determine, for example from a checkpoint, the data or "
+        "the network"
+    )
     assert f"--print-config FLAGS prints the values as a file for --config, {omitted}." in " ".join(
         PARSER.format_help().split()
     )

@@ -23,7 +23,6 @@ from paddle_resnet.data import decoding, loader_state, shards
 from paddle_resnet.data import loader as loader_module
 from paddle_resnet.data.formats import FILES, FORMATS
 from paddle_resnet.data.images import IMAGE_SUFFIXES
-from paddle_resnet.job import processes
 from paddle_resnet.settings.declarations import FLAGS
 from paddle_resnet.utils.errors import DataError, UsageError
 from paddle_resnet.utils.mode import Mode
@@ -240,12 +239,12 @@ def test_balancing_requires_labels_of_training_images(class_weights, balanced, m
         loader_module.check_labels(args, mode, "lmdb", labels)
 
 
-def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):
+def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, shard):
     args = parse("--image-root", photos, "--batch-size", "3")
-    with monkeypatch.context() as two:
-        two.setattr(processes, "world_size", lambda: 2)
-        loader = dali.build_dataloader(args, Mode.TRAIN)
+    shard(world_size=2)
+    loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 2)
+    shard(world_size=1)
     assert dali.build_dataloader(args, Mode.TRAIN, loader.state()).step == 0
     stderr = capsys.readouterr().err
     assert "number of processes is 1 and was 2, so the loader restarts at the beginning of the epoch" in stderr

@@ -17,7 +17,7 @@ from paddle import static
 from conftest import NHWC, TINY, losses, read_report, strict_json, tiny
 from paddle_resnet import config, lr_find, program
 from paddle_resnet import report as report_command
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import run_folders
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules
@@ -160,7 +160,7 @@ def test_files_are_written_before_any_run_and_suggestion_is_printed(find, run_tr
     assert "epoch 0 step 15 train  loss " in output and "peak lr 1.0 x 1 = 1" in output
     assert curve.lr[0] < curve.steepest < curve.minimum <= 1
     assert run_train("--output-dir", tmp_path / "search", "--resume", "--run-scope", "train_only")[0] == 0
-    assert folders.newest(folder).name == "0" and {path.name for path in folder.iterdir()} > NAMES
+    assert run_folders.newest(folder).name == "0" and {path.name for path in folder.iterdir()} > NAMES
 
 
 def test_search_does_not_replace_curve_of_simultaneous_search(find, tmp_path, monkeypatch, capsys):

@@ -1,30 +1,24 @@
 import csv
 import io
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
-import weakref
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from conftest import NHWC, ROOT, phase, wait_until
+from conftest import NHWC, ROOT, phase
 from paddle_resnet import export, predict
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents
 from paddle_resnet.data import bad_images
 from paddle_resnet.data.images import IMAGE_SUFFIXES
-from paddle_resnet.machine import memory
-from paddle_resnet.serving import image_files, inference, networks
-from paddle_resnet.serving.model import Model
+from paddle_resnet.serving import image_files, inference
 from paddle_resnet.utils import locks
-from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -35,22 +29,6 @@ KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
 def val_images(photo_paths):
     """Return the paths and the labels of the validation images."""
     return photo_paths, [int(path.split("/class")[1][0]) for path in photo_paths]
-
-
-@pytest.fixture
-def model_of(tmp_path):
-    """Return a function that creates a model of a given kind from a checkpoint and returns the model's path."""
-
-    def model_of(kind, checkpoint):
-        if kind == "checkpoint":
-            return checkpoint
-        if "ONNX" in kind:
-            pytest.importorskip("onnx")
-            pytest.importorskip("onnxruntime")
-        export.export(checkpoint, tmp_path / "exported", onnx="ONNX" in kind, uint8="uint8" in kind)
-        return tmp_path / "exported" / ("model.onnx" if "ONNX" in kind else "")
-
-    return model_of
 
 
 def probabilities(path, images, **options):
@@ -226,107 +204,6 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{paths[0]}: class{best[0][0]} {expected[0].max():.4f}, class")
 
 
-def test_top_returns_the_five_most_probable_classes():
-    rows = np.array([[0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1], [0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1], [0, 0, 0, 0, 0, 0, 1]])
-    labels, probabilities = predict.top(rows)
-    assert labels.tolist() == [[1, 3, 0, 2, 4], [0, 1, 2, 3, 4], [6, 0, 1, 2, 3]]
-    np.testing.assert_array_equal(probabilities, np.take_along_axis(rows, labels, axis=1))
-
-
-def test_classes_without_a_name_are_named_by_their_label():
-    model = Model("", {"output": {"shape": [None, 3]}, "classes": ["a", "b"]}, None)
-    [image] = predict.entries(*predict.top(np.array([[0.1, 0.3, 0.6]])), predict._class_names(model))
-    expected = [(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]
-    assert image == [{"label": label, "class": name, "probability": p} for label, name, p in expected]
-
-
-@pytest.mark.parametrize(("seconds", "steps"), [(0, 5), (6 / 128, 6), (6.5 / 128, 7)])
-def test_benchmark_measures_for_minimum_duration(monkeypatch, seconds, steps):
-    """Each step takes 1/128 s. The first steps are not measured."""
-    clock, runs = itertools.count(step=1 / 128), []
-    monkeypatch.setattr(predict, "BENCHMARK_S", seconds)
-    monkeypatch.setattr(predict, "perf_counter", lambda: next(clock))
-    description, begun, opened = {"input": {"shape": [None, 2], "dtype": "float32"}}, [], []
-
-    def models():
-        for _ in range(2):
-            assert not any(reference() for reference in opened)  # the memory of the previous model has been freed
-            begun.append("open")
-            model = Model("Executor", description, lambda images: [runs.append(images)])
-            opened.append(weakref.ref(model))
-            yield model
-            del model
-
-    monkeypatch.setattr(memory, "Peak", lambda device: begun.append(device) or SimpleNamespace(mib=lambda: 6.5))
-    row, _ = predict.benchmark(models(), [4], "cpu")
-    assert begun == ["cpu", "open", "cpu", "open", "cpu"]  # opening the model also takes memory
-    assert len(runs) == 2 * (predict.BENCHMARK_WARMUP_STEPS + steps) and row["memory_mib"] == 6.5
-    assert (row["batch"], row["ips"], row["latency_p50_ms"]) == (4, 4 * 128, 1000 / 128)
-
-
-def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys, monkeypatch):
-    monkeypatch.setattr(predict, "BENCHMARK_S", 0)
-    results, benchmark = [], predict.benchmark
-    monkeypatch.setattr(predict, "benchmark", lambda *args: (results.append(row) or row for row in benchmark(*args)))
-    command = ["--benchmark", "--benchmark-batches", "1,3", "--device", "cpu"]
-    assert predict.main([str(checkpoint), *command]) == 0
-    assert all(row["ips"] == pytest.approx(1000 * row["batch"] / row["latency_mean_ms"]) for row in results)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for batch in ("1", "3"):
-        engines = [line[1] for line in lines if line[0] == batch]
-        assert engines in (["Executor", "paddle.inference"], ["Executor", "paddle.inference", "onnxruntime"])
-        assert all(line[2] == "float32" for line in lines if line[0] == batch)
-        for p50, p90, p99, ips, mib in (map(float, line[3:]) for line in lines if line[0] == batch):
-            assert 0 < p50 <= p90 <= p99 and ips > 0 and mib >= 0
-    assert predict.main([str(model_of("export", checkpoint)), *command]) == 0
-    out, err = capsys.readouterr()
-    assert "paddle.inference" in out and "Executor" not in out
-    assert (
-        "warning: onnxruntime: not measured: " in err
-        and "contains no model.onnx; export the checkpoint with --onnx" in err
-    )
-
-
-@pytest.mark.parametrize(
-    ("precision", "error", "expected"),
-    [
-        (None, None, ["float32", "float16", "Executor", "export", "float16 export", "onnxruntime"]),
-        ("float16", None, ["float16", "Executor", "export", "float16 export", "onnxruntime"]),
-        ("bfloat16", None, ["bfloat16", "Executor", "export", "onnxruntime"]),
-        ("float16", RunError("differs"), ["float16", "Executor", "export", "float16 export"]),
-    ],
-)
-def test_engines_of_a_checkpoint_on_a_gpu(monkeypatch, tmp_path, capsys, precision, error, expected):
-    def write(checkpoint, folder, onnx=False, model_arch_name=None, precision="float32"):
-        assert (checkpoint, model_arch_name) == (tmp_path, "net")
-        if onnx and error:
-            raise error
-        folder.mkdir()
-        (folder / "model.onnx" if onnx else folder / precision).touch()
-
-    def opened(folder, device):
-        return f"float16 export {device}" if (folder / "float16").exists() else f"export {device}"
-
-    monkeypatch.setattr(export, "export", write)
-    monkeypatch.setattr(inference, "resolve_precision", lambda precision, device: "float16")
-
-    def open_checkpoint(path, device, arch, precision, sizes, engine):
-        assert (path, arch, sizes, engine) == (tmp_path, "net", [4], "Paddle")
-        return f"{precision} {device}"
-
-    def load_checkpoint(path, device, model_arch_name):
-        assert (path, model_arch_name) == (tmp_path, "net")
-        return SimpleNamespace(model=lambda: f"Executor {device}")
-
-    monkeypatch.setattr(inference, "open_checkpoint", open_checkpoint)
-    monkeypatch.setattr(networks, "load_checkpoint", load_checkpoint)
-    monkeypatch.setattr(inference, "open_paddle", opened)
-    monkeypatch.setattr(inference, "open_onnx", lambda path, device: f"onnxruntime {device}")
-    engines = predict.engines(tmp_path, "gpu", "net", precision, [4])
-    assert list(engines) == [f"{name} gpu" for name in expected]
-    assert capsys.readouterr().err == (f"warning: onnxruntime: not measured: {error}\n" if error else "")
-
-
 def arguments(*argv, **changes):
     """Return the parsed arguments of a command."""
     parsed = []
@@ -350,30 +227,6 @@ def test_defaults_of_flags():
     flags += "serve", "serve_host", "serve_max_mb", "serve_max_images"
     switches = {"json": False, "benchmark": False, "device": "auto", "tta": "none"}
     assert vars(arguments("m")) == {"model": "m", "images": []} | switches | dict.fromkeys(flags)
-
-
-def test_benchmark_of_an_onnx_file_measures_only_onnxruntime(checkpoint, model_of, capsys):
-    models = list(predict.engines(model_of("ONNX", checkpoint), "cpu"))
-    assert [model.engine for model in models] == ["onnxruntime"] and capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])
-def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, capsys, monkeypatch, package):
-    pytest.importorskip("onnx")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    if package == "session":
-        monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *arguments, **options: onnxruntime.gone)
-    else:
-        (tmp_path / "broken").mkdir()
-        (tmp_path / f"broken/{package}.py").write_text("import numpy\nnumpy.gone\n")
-        monkeypatch.syspath_prepend(tmp_path / "broken")
-        monkeypatch.delitem(sys.modules, package)
-    monkeypatch.setattr(predict, "BENCHMARK_S", 0)
-    assert predict.main([str(checkpoint), "--benchmark", "--benchmark-batches", "1", "--device", "cpu"]) == 0
-    out, err = capsys.readouterr()
-    rows = [line.split()[1] for line in out.splitlines()[2:]]
-    assert rows == ["Executor", "paddle.inference"]
-    assert err.startswith("warning: onnxruntime: not measured: ") and "has no attribute 'gone'" in err
 
 
 @pytest.mark.parametrize(
@@ -484,14 +337,14 @@ def test_flags_that_an_export_determines_are_errors(checkpoint, model_of, val_im
 
 def test_files_of_an_export_are_read_only_once(checkpoint, model_of, val_images, monkeypatch):
     """Paddle would crash if it read a file that changed after the check of its sha256."""
-    folder, open_regular = model_of("export", checkpoint), folders.open_regular
+    folder, open_regular = model_of("export", checkpoint), contents.open_regular
 
     def open_and_remove(path):
         file = open_regular(path)
         os.unlink(path)
         return file
 
-    monkeypatch.setattr(folders, "open_regular", open_and_remove)
+    monkeypatch.setattr(contents, "open_regular", open_and_remove)
     assert predict.main([str(folder), val_images[0][0], "--device", "cpu"]) == 0
     assert not (folder / "model.pdiparams").exists()
 
@@ -685,44 +538,3 @@ def test_csv_that_another_process_wrote_during_startup_is_replaced_with_a_warnin
     assert predict.main([str(checkpoint), val_images[0][0], "--device", "cpu", "--csv", str(table)]) == 0
     assert f"warning: {table}: replaces the file that another process wrote" in capsys.readouterr().err
     assert len(table.read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "limits", "threads"),
-    [
-        ([], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
-        (
-            ["--serve-max-mb", "3", "--serve-max-images", "7", "--serve-host", "0.0.0.0", "--dali-num-threads", "2"],
-            (3 * 10**6, 7, ["*"]),
-            2,
-        ),
-        (["--serve-host", "localhost"], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
-    ],
-    ids=["defaults", "flags", "localhost"],
-)
-def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, threads):
-    pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
-    from paddle_resnet.serving import web
-
-    actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}, "classes": []}, None)
-    futures, end = [], threading.Event()
-
-    def create_app(classify, worker, description, *limits, heat_map):
-        assert heat_map is None  # the folder "model" does not exist
-        futures.extend([worker.submit(end.wait, 60), worker.submit(end.wait, 60)])
-        wait_until(futures[0].running, 60)
-        return actual.append(limits)
-
-    monkeypatch.setattr(inference, "open_model", lambda *arguments: actual.append(arguments[4]) or model)
-    monkeypatch.setattr(image_files, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
-    monkeypatch.setattr(web, "create_app", create_app)
-    monkeypatch.setattr(bad_images, "decoders_silenced", lambda: nullcontext(actual.append("silenced")))
-    monkeypatch.setattr(web, "serve", lambda app, listener, announce: announce())
-    assert predict.main(["model", "--serve", "0", "--device", "cpu", *flags]) == 0
-    assert [future.cancelled() for future in futures] == [False, True]  # one image at a time
-    end.set()
-    assert actual == [[1], (1, "cpu", threads), limits, "silenced"]
-    monkeypatch.setattr(image_files, "predict", lambda *arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # the server must not start if it cannot predict
-        predict.main(["model", "--serve", "0", "--device", "cpu", *flags])
-    assert ("other machines can access the model without password" in capsys.readouterr().err) == ("0.0.0.0" in flags)

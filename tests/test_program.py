@@ -669,8 +669,10 @@ def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done
     assert phases.count("comparison of parameters") == len(checks)
 
 
-def on_two_ranks(monkeypatch, function, *arguments):
-    """Run a function in two threads that act as ranks and exchange numbers. Each rank has its own arguments."""
+@pytest.fixture
+def on_two_ranks(monkeypatch):
+    """Return a function that runs a function in two threads, which act as ranks and exchange numbers. Each rank has its
+    own arguments."""
     barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
 
     def all_gather(values):
@@ -680,16 +682,19 @@ def on_two_ranks(monkeypatch, function, *arguments):
         barrier.wait()
         return rows
 
-    def call(rank):
-        local.rank = rank
-        return function(*arguments[rank])
+    def on_two_ranks(function, *arguments):
+        def call(rank):
+            local.rank = rank
+            return function(*arguments[rank])
 
-    monkeypatch.setattr(exchange, "all_gather", all_gather)
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(call, range(2)))
+        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+            patch.setattr(exchange, "all_gather", all_gather)
+            return list(pool.map(call, range(2)))
+
+    return on_two_ranks
 
 
-def test_metrics_are_combined_over_ranks(monkeypatch):
+def test_metrics_are_combined_over_ranks(on_two_ranks):
     """Losses are summed over all images, and times are those of the slower rank. Rank 1 runs one step fewer than rank
     0."""
     ranks = []
@@ -700,30 +705,30 @@ def test_metrics_are_combined_over_ranks(monkeypatch):
         data_times = [time / 4 for time in times]
         clock = SimpleNamespace(images=2 * len(times), batch_times=times, data_times=data_times)
         ranks.append(({"loss": meter}, clock, False))
-    first, second = on_two_ranks(monkeypatch, step_metrics.over_all_processes, *ranks)
+    first, second = on_two_ranks(step_metrics.over_all_processes, *ranks)
     assert first == second
     assert (first["loss"], first["images"], first["steps"]) == (5, 6, 2)
     assert (first["epoch_time"], first["ips"]) == (8, 6 / 8)
     assert (first["batch_time"], first["data_time"], first["compute_time"]) == (4, 1, 3)
 
 
-def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
+def test_confusion_matrices_are_summed_over_ranks(on_two_ranks):
     ranks = []
     for pairs in ([[0, 1], [0, 2], [2, 2]], [[0, 1]]):
         meter = ConfusionMeter(3)
         meter.update(np.array(pairs), len(pairs))
         ranks.append((meter,))
-    for actual in on_two_ranks(monkeypatch, single_label.confusion_over_all_processes, *ranks):
+    for actual in on_two_ranks(single_label.confusion_over_all_processes, *ranks):
         np.testing.assert_array_equal(actual["confusion"], [[0, 1, 2], [0, 2, 1], [2, 2, 1]])
         np.testing.assert_array_equal(actual["class_top1"], [0, np.nan, 1])
 
 
-def test_calibration_is_exact_over_ranks(monkeypatch):
+def test_calibration_is_exact_over_ranks(on_two_ranks):
     random = np.random.RandomState(0)
     confidences, is_correct = random.rand(101), random.rand(101) < 0.5
     expected = single_label.calibration_over_all_processes(confidences, is_correct)
     ranks = [(confidences[part], is_correct[part]) for part in (slice(0, 40), slice(40, None))]
-    for actual in on_two_ranks(monkeypatch, single_label.calibration_over_all_processes, *ranks):
+    for actual in on_two_ranks(single_label.calibration_over_all_processes, *ranks):
         np.testing.assert_array_equal(actual["reliability"], expected["reliability"])
         assert actual["ece"] == expected["ece"]
     assert expected["reliability"][:, 0].sum() == 101

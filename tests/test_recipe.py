@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, assert_one_error
 from helpers import write_checkpoint
 from paddle_resnet import config, recipe, resolution
-from paddle_resnet.checkpoints import conversion, folders, published
+from paddle_resnet.checkpoints import conversion, published, run_folders
 from paddle_resnet.components import stages
 from paddle_resnet.settings import validation
 from paddle_resnet.utils.errors import UsageError
@@ -321,7 +321,7 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
     settings = config.parse_args([*flags, "--run-scope", "eval_only", "--from-checkpoint", "DIR"])
     recipe.choose(settings)
     assert settings.batch_size == 256  # not chosen in an evaluation
-    assert folders.runs_below(tmp_path / "out") == []
+    assert run_folders.runs_below(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from paddle_resnet.settings.groups import output
 from paddle_resnet.utils.errors import RunError, UsageError, python
 from paddle_resnet.utils.mode import Mode, RunScope
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 
 def read(path):
     with open(path, newline="") as f:

@@ -17,6 +17,8 @@ from paddle_resnet.native import build as native
 from paddle_resnet.serving import image_files, inference
 from paddle_resnet.step import cuda_graph
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 NATIVE = [*NHWC, "--kernels", "native"]
 PROGRAMS = {"NCHW": [], "NHWC, 4 channels": NHWC, "QAT": ["--qat"]}
 PROGRAMS |= {"native kernels": NATIVE} if native.missing() is None else {}

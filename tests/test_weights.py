@@ -19,8 +19,8 @@ import torch_files
 from conftest import assert_one_error, phase
 from paddle_resnet import export, models, predict, weights
 from paddle_resnet.checkpoints import (
+    contents,
     conversion,
-    folders,
     foreign_files,
     foreign_names,
     look_alikes,
@@ -101,7 +101,7 @@ def test_weights_file_is_converted_to_checkpoint(file, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "47 parameters of Small, with tensor names as in torchvision, timm, paddle.vision" in out
     assert "out: Small, 1000 classes, license unknown" in out
-    meta = folders.verify(tmp_path / "new/out")
+    meta = contents.verify(tmp_path / "new/out")
     assert (meta["classes"][0], meta["class_names"][0], len(meta["classes"])) == ("n01440764", "tench", 1000)
     recorded = meta["arguments"]
     assert (recorded["image_shape"], recorded["resize_short"], recorded["interp"]) == ([3, 32, 32], 40, "cubic")
@@ -130,7 +130,7 @@ def test_conversion_does_not_replace_that_of_a_simultaneous_process(small, tmp_p
 def test_preprocessing_flags_replace_the_defaults(file, tmp_path):
     flags = ["--crop-size", 48, "--interp", "linear", "--normalize-std=0.5,0.5,0.5"]
     assert run(file, "--arch", "Small", "--output", tmp_path / "out", *flags) == 0
-    recorded = folders.verify(tmp_path / "out")["arguments"]
+    recorded = contents.verify(tmp_path / "out")["arguments"]
     assert (recorded["image_shape"], recorded["resize_short"], recorded["interp"]) == ([3, 48, 48], 60, "linear")
     assert (recorded["normalize_mean"], recorded["normalize_std"]) == ([0.4, 0.5, 0.6], [0.5, 0.5, 0.5])
 
@@ -149,7 +149,7 @@ def test_fine_tuning_inherits_the_preprocessing_and_logs_it(file, run_bare, tmp_
     out = capsys.readouterr().out
     assert "--interp cubic" in out
     assert "--pretrained-mismatch skip-classifier: skipped linear_0.b_0, linear_0.w_0" in out
-    meta = folders.verify(tmp_path / "bare/Small/0")
+    meta = contents.verify(tmp_path / "bare/Small/0")
     assert meta["arguments"]["normalize_mean"] == [0.4, 0.5, 0.6]
     assert meta["classes"] == ["class0", "class1", "class2"]
 
@@ -302,7 +302,7 @@ def test_state_of_look_alikes_requires_the_source(small, monkeypatch, tmp_path, 
     [first, second] = re.findall(r"--source [\w.]+", message)
     assert (first, second) == ("--source torchvision.resnet50", "--source timm.resnet50")
     assert run(path, *out, *first.split()) == 0
-    assert folders.verify(tmp_path / "out")["source"]["network"] == "torchvision.resnet50"
+    assert contents.verify(tmp_path / "out")["source"]["network"] == "torchvision.resnet50"
     # The source of a published file is known.
     model = published.Published("Small", "MIT", "https://example.org")
     monkeypatch.setitem(published.HASHED, published.sha256(path)[:8], model)
@@ -363,7 +363,7 @@ def test_backbone_without_classifier_can_be_fine_tuned(small, run_bare, tmp_path
     assert "out: Small, no classifier, license unknown" in output
     [remedy] = re.findall(r"has no classifier; train one with .*train.py (.*)", output)
     assert remedy == f"--from-pretrained-params {out} --pretrained-mismatch skip-classifier"
-    meta = folders.verify(out)
+    meta = contents.verify(out)
     assert (meta["classes"], meta["class_names"], meta["has_classifier"]) == ([], [], False)
     assert run_bare(*remedy.split())[0] == 0
     assert "skipped linear_0.b_0, linear_0.w_0, which start at 0" in capsys.readouterr().out
@@ -406,7 +406,7 @@ def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, 
     monkeypatch.setitem(published.HASHED, digest[:8], model)
     assert "--arch ResNet18: small has weights of Small" in error(capsys, "small", *out, "--arch", "ResNet18")
     assert run("small", *out, "--resize-short", "50") == 0  # the flag takes precedence over the published value
-    meta = folders.verify(tmp_path / "out")
+    meta = contents.verify(tmp_path / "out")
     assert (meta["license"], meta["source"]["url"]) == ("MIT", "https://example.org")
     assert [meta["arguments"][name] for name in ("crop_size", "resize_short", "interp")] == [40, 50, "cubic"]
 

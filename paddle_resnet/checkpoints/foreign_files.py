@@ -18,7 +18,7 @@ import numpy as np
 
 from paddle_resnet.checkpoints import arrays
 from paddle_resnet.checkpoints.arrays import UnreadableError
-from paddle_resnet.checkpoints.folders import Writable
+from paddle_resnet.checkpoints.contents import Writable
 from paddle_resnet.utils import files, logger
 
 MAX_BYTES = 1 << 32

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
-from paddle_resnet.checkpoints import folders, schema, variables
+from paddle_resnet.checkpoints import contents, folders, run_folders, run_lock, schema, variables
 from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.data import numbering
 from paddle_resnet.data.images import some
@@ -87,7 +87,7 @@ def find(options: Options) -> tuple[StartCheckpoint | None, str | None]:
     checkpoint = exchange.from_rank_0(lambda: _find(_search, options))
     path = options.from_pretrained_params
     if checkpoint is None and path is not None:
-        path = exchange.from_rank_0(lambda: str(_find(folders.resolve, path, options.arch)))
+        path = exchange.from_rank_0(lambda: str(_find(run_folders.resolve, path, options.arch)))
     return checkpoint and StartCheckpoint(**checkpoint), path
 
 
@@ -102,7 +102,7 @@ def _find(search, *arguments):
 
 def _search(options):
     if options.resume:
-        folder = folders.run_folder(options.output_dir, options.model_arch_name)
+        folder = run_folders.run_folder(options.output_dir, options.model_arch_name)
         if folder.is_dir():
             _clean(folder)
         checkpoint = _newest(folder, options, resumes=True)
@@ -129,16 +129,16 @@ def _selected(options):
     if not root.is_dir():
         problem = "is not a folder" if root.exists() else "does not exist"
         raise UsageError(f"{flag}: {problem}; choose a folder that contains a checkpoint")
-    root = folders.resolve(root, options.arch) if wanted is None else folders.run_in(root, options.arch)
-    prefix = folders.foreign_prefix(root, model_prefix)
+    root = run_folders.resolve(root, options.arch) if wanted is None else run_folders.run_in(root, options.arch)
+    prefix = contents.foreign_prefix(root, model_prefix)
     if wanted is None:
         if not _has_files(root, model_prefix):
             raise UsageError(
-                f"{flag}: contains neither {folders.META} nor {prefix}.pdparams; choose a folder that contains a "
+                f"{flag}: contains neither {contents.META} nor {prefix}.pdparams; choose a folder that contains a "
                 "checkpoint, or set --model-prefix to the prefix of its files"
             )
         return {"folder": str(root), "epoch": 0, "meta": _verified(root, flag)}
-    below = [p for p in folders.below(root) if _has_files(p, model_prefix)]
+    below = [p for p in run_folders.below(root) if _has_files(p, model_prefix)]
     epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted == "auto" and below:
         return _newest(root, options)
@@ -149,7 +149,7 @@ def _selected(options):
     remedy = f"use an existing epoch ({some(list(map(str, epochs)))})" if epochs else "choose a different folder"
     name = "checkpoint" if wanted == "auto" else f"folder {wanted}"
     raise UsageError(
-        f"--last-epoch-of-checkpoint {wanted}: {root} contains no {name} with {folders.META} or "
+        f"--last-epoch-of-checkpoint {wanted}: {root} contains no {name} with {contents.META} or "
         f"{prefix}.pdparams; {remedy}, or set --model-prefix"
     )
 
@@ -157,7 +157,7 @@ def _selected(options):
 def _check_default_network(folder):
     """Raise UsageError if --resume finds no checkpoint of the default network in the run folder, but the output folder
     contains runs of other networks, because the user may have meant one of these runs."""
-    others = [run.name for run in folders.runs_below(folder.parent)] if folder.parent.is_dir() else []
+    others = [run.name for run in run_folders.runs_below(folder.parent)] if folder.parent.is_dir() else []
     if others:
         raise UsageError(
             f"--resume: {folder} contains no checkpoint, but {folder.parent} contains runs of {', '.join(others)}; "
@@ -172,7 +172,7 @@ def _clean(folder):
         UsageError: another run uses the folder, or the folder cannot be written.
     """
     try:
-        with folders.hold(folder):
+        with run_lock.hold(folder):
             folders.clean(folder)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
@@ -189,7 +189,7 @@ def _newest(root, options, resumes=False):
         UsageError: none of the checkpoints is valid; the search is for --resume, another program wrote all checkpoints,
             and there is no --from-checkpoint; or _position fails.
     """
-    valid, others = folders.newest_first(root)
+    valid, others = run_folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(folder, options.model_prefix)]
     if not valid and foreign and len(foreign) == len(others):
         if not resumes:
@@ -200,15 +200,15 @@ def _newest(root, options, resumes=False):
         # deleted.
         raise UsageError(
             f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
-            f"{folders.META}; if they are from another program, add --from-checkpoint {root} "
+            f"{contents.META}; if they are from another program, add --from-checkpoint {root} "
             "--last-epoch-of-checkpoint auto"
         )
     for folder, problem in others:
         logger.warn(f"{folder}: skipped, because it is not a valid checkpoint ({problem}); move it away")
     for folder, _ in valid:
         try:
-            return _position(folder, folders.verify(folder), options.iter_unit)
-        except folders.DamagedError as e:
+            return _position(folder, contents.verify(folder), options.iter_unit)
+        except contents.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is unusable ({e}); move it away")
     if valid or others:
         remedy = "move the checkpoints away to start a new run" if resumes else "choose a different folder"
@@ -226,15 +226,15 @@ def _position(folder, meta, iter_unit):
     if meta is None:
         if iter_unit == "batch":
             raise UsageError(
-                f"--iter-unit batch: {folder} has no {folders.META}, so its number of steps is unknown; use "
+                f"--iter-unit batch: {folder} has no {contents.META}, so its number of steps is unknown; use "
                 "--iter-unit epoch, or --last-epoch-of-checkpoint None"
             )
         if (epoch := _epoch_of(folder)) is None:
             raise UsageError(
-                f"{folder}: has no {folders.META}, and its name is not an epoch; use --last-epoch-of-checkpoint None"
+                f"{folder}: has no {contents.META}, and its name is not an epoch; use --last-epoch-of-checkpoint None"
             )
         logger.warn(
-            f"{folder}: has no {folders.META}, and therefore no checksums, loader state or best result; training "
+            f"{folder}: has no {contents.META}, and therefore no checksums, loader state or best result; training "
             f"continues with epoch {epoch + 1}, its learning rate, and the image order of the first epoch; check the "
             "epoch"
         )
@@ -246,25 +246,25 @@ def _position(folder, meta, iter_unit):
 def _verified(folder, flag):
     """Verify a checkpoint that was requested explicitly, and return its meta.json, or None if it has no meta.json.
     Raise UsageError if the checkpoint is damaged."""
-    if not os.path.lexists(folder / folders.META):
+    if not os.path.lexists(folder / contents.META):
         return None
     try:
-        return folders.verify(folder)
-    except folders.DamagedError as e:
+        return contents.verify(folder)
+    except contents.DamagedError as e:
         raise UsageError(f"{flag}: {folder} is unusable: {e}; choose a different checkpoint") from e
 
 
 def _is_foreign(folder, model_prefix):
     """Return whether a folder contains a checkpoint of NVIDIA's example or of paddle.static.save: *.pdparams and
     *.pdopt without meta.json."""
-    files = [folder / f"{folders.foreign_prefix(folder, model_prefix)}.{ending}" for ending in ("pdparams", "pdopt")]
-    return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
+    files = [folder / f"{contents.foreign_prefix(folder, model_prefix)}.{ending}" for ending in ("pdparams", "pdopt")]
+    return not os.path.lexists(folder / contents.META) and all(map(os.path.isfile, files))
 
 
 def _has_files(folder, model_prefix):
     """Return whether a folder contains a meta.json, valid or damaged, or the parameters of another program."""
-    foreign = folder / f"{folders.foreign_prefix(folder, model_prefix)}.pdparams"
-    return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
+    foreign = folder / f"{contents.foreign_prefix(folder, model_prefix)}.pdparams"
+    return os.path.lexists(folder / contents.META) or os.path.isfile(foreign)
 
 
 def origin(checkpoint: StartCheckpoint | None, options: Options) -> tuple[str | None, dict[str, Any] | None]:
@@ -288,8 +288,8 @@ def origin(checkpoint: StartCheckpoint | None, options: Options) -> tuple[str | 
 def _origin_of_pretrained(pretrained, model_prefix):
     path = variables.pretrained_file(pretrained, model_prefix)
     try:
-        meta = folders.read_meta(path.parent) if os.path.lexists(path.parent / folders.META) else None
-    except folders.DamagedError as e:
+        meta = contents.read_meta(path.parent) if os.path.lexists(path.parent / contents.META) else None
+    except contents.DamagedError as e:
         raise UsageError(f"--from-pretrained-params {pretrained}: unusable: {e}; choose a different checkpoint") from e
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
@@ -335,7 +335,7 @@ def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> 
             args.set(f"checkpoint {folder}", image_shape=[recorded.image_shape[0], *args.image_shape[1:]])
         if inherited:
             described = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
-            logger.info(f"from {folder}/{folders.META}: {described}")
+            logger.info(f"from {folder}/{contents.META}: {described}")
         _log_differences(folder, differing, resumes)
         if resumes and args.choose_recipe and not recorded.choose_recipe:
             logger.warn(
@@ -389,7 +389,7 @@ def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -
             args.resolve("recorded", model_arch_name=registered_name(recorded))  # run folders have the registered name
     except UsageError as e:
         raise UsageError(
-            f"{folder}: {folders.META} contains an invalid flag ({e}); choose a different checkpoint"
+            f"{folder}: {contents.META} contains an invalid flag ({e}); choose a different checkpoint"
         ) from e
     if user_file.split(recorded):
         if arch is None:
@@ -532,9 +532,9 @@ def restore(
 def _epoch_of(folder):
     """Return the epoch of a checkpoint folder from meta.json, or from its name if meta.json is not valid."""
     try:
-        return folders.read_meta(folder)["epoch"]
-    except folders.DamagedError:
-        at = folders.position(folder.resolve().name)
+        return contents.read_meta(folder)["epoch"]
+    except contents.DamagedError:
+        at = run_folders.position(folder.resolve().name)
         return at[0] if at and at[1] is None else None
 
 

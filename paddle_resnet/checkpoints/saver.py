@@ -5,7 +5,7 @@ PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains
 the loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains the
 EMA of each weight instead of its current value. variables.py reads the files with the prefix PREFIX. meta.json contains
 the position of the run and the state of each process's loader. Within an epoch, each process has its own BN statistics.
-bn_rankN.npz contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
+bn_rankN.npz contains the BN statistics of rank N > 0. folders.py writes and deletes the folders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
-from paddle_resnet.checkpoints import folders, replicas, variables
+from paddle_resnet.checkpoints import contents, folders, replicas, run_folders, run_lock, variables
 from paddle_resnet.components import task
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.machine import cpu
@@ -57,7 +57,7 @@ def check_folder(
     of another run. This function does not create the folder.
 
     Args:
-        folder: result of folders.run_folder.
+        folder: result of run_folders.run_folder.
         checkpoint: the checkpoint that the run starts from, or None.
         starts: result of Settings.input_folders.
         overwrite, resume: values of the flags.
@@ -75,8 +75,8 @@ def check_folder(
 
 def _check_content(folder, checkpoint, starts, overwrite, resume):
     try:
-        if folders.finished(folder):
-            with folders.hold(folder):  # hold() fails if another run is still writing to the folder
+        if run_folders.finished(folder):
+            with run_lock.hold(folder):  # hold() fails if another run is still writing to the folder
                 _check_no_other_run(folder, checkpoint, starts, overwrite, resume)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
@@ -90,12 +90,12 @@ def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
         UsageError: the folder contains checkpoints of another run, or newer checkpoints than the one to resume from; or
             --overwrite would delete a checkpoint from which the run starts.
     """
-    names = [path.name for path in folders.finished(folder)]
+    names = [path.name for path in run_folders.finished(folder)]
     within = [f"{flag} {start}" for flag, start in starts.items() if _is_within(start, folder)]
     if overwrite and within:
         raise UsageError(f"--overwrite: would delete {within[0]}, which the run needs; choose a different --output-dir")
     if names and not overwrite and not resume and not (checkpoint and checkpoint.continues(folder)):
-        is_foreign = all(map(folders.is_foreign, folders.finished(folder)))
+        is_foreign = all(map(contents.is_foreign, run_folders.finished(folder)))
         start = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
         raise UsageError(
             f"{folder}: contains checkpoints of {'another program' if is_foreign else 'an earlier run'} "
@@ -109,11 +109,11 @@ def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
 def _newer(root, checkpoint):
     """Return the newest valid checkpoint below the folder `root` if it is newer than `checkpoint`, otherwise None.
     Damaged checkpoints are ignored, because --resume skips them."""
-    for folder, _ in folders.newest_first(root)[0]:
+    for folder, _ in run_folders.newest_first(root)[0]:
         if checkpoint and Path(checkpoint.folder).resolve() == folder.resolve():
             return None
-        with contextlib.suppress(folders.DamagedError):
-            folders.verify(folder)
+        with contextlib.suppress(contents.DamagedError):
+            contents.verify(folder)
             return folder
     return None
 
@@ -129,7 +129,7 @@ def best_before(root: str | Path, checkpoint: StartCheckpoint) -> dict[str, Any]
     `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if no checkpoint that led
     to `checkpoint` has an evaluation."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
-    for _, meta in folders.newest_first(root)[0]:
+    for _, meta in run_folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
         if meta["run"] != checkpoint.meta["run"] or at > reached:
             continue
@@ -181,7 +181,7 @@ class Saver:
         self._lock = None
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
-        self._root = folders.run_folder(args.output_dir, args.model_arch_name)
+        self._root = run_folders.run_folder(args.output_dir, args.model_arch_name)
         self._run = checkpoint.meta["run"] if checkpoint and checkpoint.resumes else uuid.uuid4().hex
         self._last = (checkpoint.epoch, checkpoint.step) if checkpoint else (0, 0)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -205,7 +205,7 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
-            self._lock = folders.hold(folder)
+            self._lock = run_lock.hold(folder)
             folders.clean(folder)
             # Check again, because another run may have saved checkpoints since check_folder.
             _check_no_other_run(folder, checkpoint, args.input_folders(), args.overwrite, args.resume)
@@ -379,8 +379,8 @@ class Saver:
     def _write(self, name, files, meta, states):
         _check_finite(self._root / name, states)
         try:
-            self._lock = folders.keep(self._root, self._lock)
-            valid, _ = folders.newest_first(self._root)
+            self._lock = run_lock.keep(self._root, self._lock)
+            valid, _ = run_folders.newest_first(self._root)
             meta["sequence"] = valid[0][1]["sequence"] + 1 if valid else 0
             folder = folders.commit(self._root, name, files, meta, self._args.checkpoint_commit)
         except BlockingIOError as e:
@@ -407,7 +407,7 @@ class Saver:
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)
-        own = [(folder, meta) for folder, meta in folders.newest_first(self._root)[0] if meta["run"] == self._run]
+        own = [(folder, meta) for folder, meta in run_folders.newest_first(self._root)[0] if meta["run"] == self._run]
         of_epochs = [(folder, meta) for folder, meta in own if meta["step"] is None]
         count = self._args.keep_checkpoints
         kept = {folder.name for folder, _ in own[:count] + of_epochs[:count]} | {best}
@@ -455,7 +455,7 @@ def _unpack(data):
     return json.loads(data[8 : 8 + size]), body
 
 
-def pickled(state: Mapping[str, np.ndarray]) -> Callable[[folders.Writable], None]:
+def pickled(state: Mapping[str, np.ndarray]) -> Callable[[contents.Writable], None]:
     """Return a function that writes the pickle of a state to a binary file."""
     return lambda file: pickle.dump(state, file, protocol=4)
 

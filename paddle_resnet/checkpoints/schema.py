@@ -1,5 +1,5 @@
-"""The schema of meta.json. saver.py writes the file. folders.py validates the file on every read, so all other code can
-rely on the schema.
+"""The schema of meta.json. saver.py writes the file. contents.py validates the file on every read, so all other code
+can rely on the schema.
 """
 
 import base64

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import run_folders
 from paddle_resnet.job import processes
 
 
@@ -32,7 +32,7 @@ class StartCheckpoint:
     def continues(self, root: str | Path) -> bool:
         """Return whether this run continues from the newest checkpoint below the folder `root`. A run that continues
         from an older checkpoint would overwrite the newer checkpoints."""
-        newest = folders.newest(root)
+        newest = run_folders.newest(root)
         return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
     @property

@@ -12,7 +12,7 @@ import paddle
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
-from paddle_resnet.checkpoints import folders, restore, schema, variables
+from paddle_resnet.checkpoints import contents, restore, run_folders, schema, variables
 from paddle_resnet.components import quantization
 from paddle_resnet.components.distillation import PREFIX, Settings, Teacher
 from paddle_resnet.components.sparsity import MASK
@@ -44,11 +44,11 @@ def resolve(path: str) -> str:
 
 def _resolve(path):
     try:
-        folder = folders.resolve(path)
+        folder = run_folders.resolve(path)
     except OSError as e:
         raise UsageError(f"--teacher {path}: cannot be read ({e.strerror}); make it readable") from e
-    if not os.path.lexists(folder / folders.META):
-        problem = f"contains no {folders.META}" if folder.is_dir() else "is not a folder"
+    if not os.path.lexists(folder / contents.META):
+        problem = f"contains no {contents.META}" if folder.is_dir() else "is not a folder"
         raise UsageError(f"--teacher {path}: {problem}; choose the folder of a run or of a checkpoint")
     return str(folder)
 
@@ -68,8 +68,8 @@ def find(flags: dict[str, Any]) -> Teacher | None:
         return None
     label = f"--teacher {folder}"
     try:
-        meta = folders.read_meta(folder)
-    except folders.DamagedError as e:
+        meta = contents.read_meta(folder)
+    except contents.DamagedError as e:
         raise UsageError(f"{label}: unusable: {e}; choose a different checkpoint") from e
     file = _own_file(label, meta["arguments"].get("model_arch_name"), flags["model_arch_name"])
     recorded = restore.recorded_flags(folder, meta, file)

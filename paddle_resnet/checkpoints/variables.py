@@ -18,7 +18,7 @@ import paddle
 from paddle import static
 
 from paddle_resnet import graph
-from paddle_resnet.checkpoints import arrays, folders
+from paddle_resnet.checkpoints import arrays, contents
 from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.components import distillation, quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
@@ -84,7 +84,7 @@ def load(
 
     Args:
         options: how the run uses the weights.
-        folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt. folders.prefix determines PREFIX.
+        folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt, see contents.prefix.
         program: training or evaluation Program whose startup program has run.
         place: device of the program.
         label: name of the checkpoint in messages; if None, the path of the folder.
@@ -104,7 +104,8 @@ def load(
         optimizer = _read(f"{prefix}.pdopt", label)
         if not optimizer:  # empty if `python -m paddle_resnet.weights` wrote the checkpoint
             raise UsageError(f"{label}: has no optimizer state; use --from-pretrained-params {folder}")
-        _load_strictly(others, optimizer, label, place, "optimizer flags", options.verbose)
+        remedy = "--optimizer, --lookahead and --amp flags"
+        _load_strictly(others, optimizer, label, place, remedy, options.verbose)
     if LOSS_SCALE in others and not options.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
         if before.item() != options.scale_loss:
@@ -115,8 +116,8 @@ def load(
 
 def _prefix(options, folder, label):
     try:
-        return folders.prefix(folder, options.model_prefix)
-    except folders.DamagedError as e:
+        return contents.prefix(folder, options.model_prefix)
+    except contents.DamagedError as e:
         raise UsageError(f"{label}: unusable: {e}; choose a different checkpoint") from e
 
 
@@ -124,7 +125,7 @@ def _evaluated(prefix):
     """Return the path of the weights to evaluate: PREFIX.pdema if the checkpoint contains this file, otherwise
     PREFIX.pdparams."""
     path = Path(f"{prefix}{facts.AVERAGES}")
-    return path if folders.contains(path) else Path(f"{prefix}.pdparams")
+    return path if contents.contains(path) else Path(f"{prefix}.pdparams")
 
 
 def read_weights(path: Path, label: str, log: Callable[[str], object] = logger.info) -> dict[str, np.ndarray]:
@@ -164,7 +165,7 @@ def load_states(
         if state.file in (None, facts.OPTIMIZER):
             continue
         path = Path(f"{prefix}{state.file}")
-        if not folders.contains(path):
+        if not contents.contains(path):
             missing.append(state)
             continue
         saved = _read(path, checkpoint.label)
@@ -238,8 +239,8 @@ def pretrained_file(path: str | Path, model_prefix: values.FlagValue) -> Path:
     start = Path(path)
     flag = f"--from-pretrained-params {start}"
     try:
-        candidates = [start, Path(f"{start}.pdparams"), _evaluated(folders.prefix(start, model_prefix))]
-    except folders.DamagedError as e:
+        candidates = [start, Path(f"{start}.pdparams"), _evaluated(contents.prefix(start, model_prefix))]
+    except contents.DamagedError as e:
         raise UsageError(f"{flag}: unusable: {e}; choose a different checkpoint") from e
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
@@ -477,8 +478,8 @@ def _read(path, label, read=arrays.read_pickle):
     """Read a file of arrays. If the file belongs to a checkpoint, its content is verified, because the file may have
     changed since the checkpoint was verified. Raises UsageError if the file is damaged or cannot be read."""
     try:
-        return read(path, folders.read_listed(Path(path)))
-    except folders.DamagedError as e:
+        return read(path, contents.read_listed(Path(path)))
+    except contents.DamagedError as e:
         raise UsageError(f"{label}: unusable: {e}; choose a different checkpoint") from e
     except arrays.UnreadableError as e:
         raise UsageError(f"{label}: {path} cannot be read ({e}); choose a different checkpoint") from e

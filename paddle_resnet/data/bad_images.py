@@ -134,16 +134,17 @@ def reader_problem(message: str) -> str | None:
     return re.sub(r'^Assert on ".*?" failed: ', "", reason) or "unknown reason"
 
 
-def bad_record(message: str, data_set: Any, image_root: str) -> str | None:
+def bad_record(message: str, data_set: Any, image_root: str, search_s: float = SEARCH_S) -> str | None:
     """Find the record for which the check for exactly one label (shards.single) failed.
 
     Args:
         message: text of DALI's error.
         data_set: data_set.DataSet that the loader reads.
         image_root: folder of the data set.
+        search_s: number of seconds after which the search ends.
     Returns:
         Error message with the file and the place of the first record that is not an image with one label, or with
-        image_root and the last record that was read if the search timed out after SEARCH_S seconds; None if the error
+        image_root and the last record that was read if the search timed out; None if the error
         has a different cause, the data set has no record files, or all records are valid.
     """
     # For a record without a label, DALI reports the first message if all records of the batch lack one, and the second
@@ -152,7 +153,7 @@ def bad_record(message: str, data_set: Any, image_root: str) -> str | None:
     failed = r"Cannot apply an index to a scalar|Samples must have the same|Requested shape:\s+1\s"
     if not re.search(failed, message) or data_set.records is None:
         return None
-    deadline = monotonic() + SEARCH_S
+    deadline = monotonic() + search_s
     for image in data_set.records():
         try:
             read_image(image)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import IMAGE_ENDINGS, TEXT_LIMIT, log_once, some
 from paddle_resnet.utils import logger
-from paddle_resnet.utils.errors import UsageError, counted, printable
+from paddle_resnet.utils.errors import UsageError, counted, import_command, printable
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
@@ -198,7 +198,7 @@ def check_one_class(image_root: str, classes: Sequence[str], label: int, allow: 
         message = f"{message}; {some(tables)} {'is' if len(tables) == 1 else 'are'} not used to assign labels"
     remedy = sniffer.PUT if tables else "add other classes"
     if tables and sniffer.advice(image_root, only_certain=True):
-        remedy = f"run {sniffer.import_command(image_root)}"
+        remedy = f"run {import_command(image_root)}"
     if not allow:
         raise UsageError(f"{message}; {remedy}, or use --allow-one-class")
     log_once(printable(f"{message}; {remedy}"), logger.warn)

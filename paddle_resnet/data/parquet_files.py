@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from paddle_resnet.data import blocks, sniffer
+from paddle_resnet.data import blocks, table_heads
 from paddle_resnet.data.images import log_once, readable
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, installation
@@ -67,7 +67,7 @@ class Row:
 def columns(path: str, image_column: str | None = None, label_column: str | None = None) -> Columns:
     """Return the columns of a file. If image_column or label_column is None, it is the only column that the metadata
     identifies as images or as class labels or, if it identifies none, the only one with the type of images or with a
-    name in sniffer.LABEL_COLUMNS.
+    name in table_heads.LABEL_COLUMNS.
 
     Raises:
         UsageError: pyarrow cannot be imported, the file is damaged, a column is missing or ambiguous, or image_column
@@ -79,7 +79,9 @@ def columns(path: str, image_column: str | None = None, label_column: str | None
     images = [name for name, feature in features.items() if feature.get("_type") == "Image"]
     images = images or [field.name for field in schema if _is_binary(field.type) or _holds_bytes(field.type)]
     labels = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
-    labels = labels or [field.name for field in schema if sniffer.normalized(field.name) in sniffer.LABEL_COLUMNS]
+    labels = labels or [
+        field.name for field in schema if table_heads.normalized(field.name) in table_heads.LABEL_COLUMNS
+    ]
     image = _chosen(path, schema, "--image-column", image_column, images)
     label = _chosen(path, schema, "--label-column", label_column, labels)
     usable = [field.name for field in schema if _is_binary(field.type) or _holds_bytes(field.type)]

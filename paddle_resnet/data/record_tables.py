@@ -1,6 +1,6 @@
 """Tables in JSON and MATLAB files: a list of records, a mapping of images to labels, or annotations as in COCO.
 
-sniffer.is_table, not this module, decides which columns contain images and labels.
+table_heads.is_table, not this module, decides which columns contain images and labels.
 """
 
 import functools

@@ -20,10 +20,10 @@ from typing import Any
 
 # Maximum length of a message between monitors, which limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
-# Time limit for sending the key, and maximum number of connections that have not sent the key.
+# Default time limit for sending the key, and maximum number of connections that have not sent the key.
 KEY_S, MAX_UNAUTHENTICATED = 10, 64
-# Time during which connect() starts new attempts, and time after which TCP closes the connection to a machine that does
-# not respond.
+# Default time during which connect() starts new attempts, and time after which TCP closes the connection to a machine
+# that does not respond.
 CONNECT_S, SILENCE_S = 30, 30
 
 
@@ -58,15 +58,17 @@ def end(writer: asyncio.StreamWriter) -> None:
         writer.write_eof()
 
 
-async def connect(host: str, port: int, key: str, rank: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the coordinator of the job.
+async def connect(
+    host: str, port: int, key: str, rank: int, connect_s: float = CONNECT_S
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the coordinator of the job, and start new attempts for connect_s seconds.
 
     Returns:
         (reader, writer) of the connection.
     Raises:
         OSError: the coordinator does not answer, or does not accept the key.
     """
-    deadline = time.monotonic() + CONNECT_S
+    deadline = time.monotonic() + connect_s
     while True:
         try:
             return await asyncio.wait_for(_introduce(host, port, key, rank), KEY_S)
@@ -94,6 +96,7 @@ async def serve(
     key: str,
     world_size: int,
     welcome: Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    key_s: float = KEY_S,
 ) -> None:
     """Accept connections. If too many connections are unauthenticated, close the oldest unauthenticated connection.
 
@@ -103,6 +106,7 @@ async def serve(
         world_size: number of ranks.
         welcome: coroutine function with the arguments (rank, reader, writer), called for each authenticated rank. When
             the coroutine returns, the connection is closed.
+        key_s: number of seconds after which an unauthenticated connection is closed.
     """
     unauthenticated, meetings = [], set()
 
@@ -111,7 +115,7 @@ async def serve(
         if len(unauthenticated) > MAX_UNAUTHENTICATED:
             unauthenticated.pop(0).close()
         try:
-            rank = await asyncio.wait_for(_authenticate(reader, writer, key, world_size), KEY_S)
+            rank = await asyncio.wait_for(_authenticate(reader, writer, key, world_size), key_s)
         except (OSError, asyncio.TimeoutError):
             rank = None
         if writer in unauthenticated:

@@ -108,8 +108,8 @@ class _Monitor:
     """The connection of this rank to its monitor. The monitor replies with one byte: an exit code, or 0 if the rank is
     allowed to leave."""
 
-    def __init__(self, connection, process):
-        self._connection, self._process = connection, process
+    def __init__(self, connection, process, leave_s=LEAVE_S):
+        self._connection, self._process, self._leave_s = connection, process, leave_s
         self._may_leave = threading.Event()
         threading.Thread(target=self._wait_for_monitor, name="watchdog", daemon=True).start()
 
@@ -121,10 +121,10 @@ class _Monitor:
         """Leave the job. If the monitor is about to end this rank, leave() does not return, so that the rank prints
         nothing more."""
         self.send(final_message)
-        has_answered = self._may_leave.wait(LEAVE_S)
+        has_answered = self._may_leave.wait(self._leave_s)
         self._may_leave.set()
         try:
-            self._process.wait(LEAVE_S if has_answered else 0)
+            self._process.wait(self._leave_s if has_answered else 0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -3,16 +3,15 @@
 import gc
 from pathlib import Path
 
-_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
-
-def available() -> int:
-    """Return the available memory in bytes, taking the memory limit of the container (cgroup v2) into account."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+def available(root: Path = Path("/")) -> int:
+    """Return the available memory in bytes, taking the memory limit of the container (cgroup v2) into account. `root`
+    is the folder that contains proc/ and sys/."""
+    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        limit = int((root / "sys/fs/cgroup/memory.max").read_text())
+        return min(available, limit - int((root / "sys/fs/cgroup/memory.current").read_text()))
     except (OSError, ValueError):  # no cgroup v2, or no memory limit
         return available
 
@@ -24,17 +23,18 @@ class Peak:
 
     Args:
         device: "cpu" or "gpu".
+        process: folder of this process in proc(5).
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, process: Path = Path("/proc/self")) -> None:
+        self._device, self._status = device, process / "status"
         if device == "gpu":
             import paddle
 
             gc.collect()
             paddle.device.cuda.empty_cache()
         else:
-            _CLEAR.write_text("5")  # reset the peak, see proc(5)
+            (process / "clear_refs").write_text("5")  # reset the peak, see proc(5)
         self._before = self._bytes()
 
     def mib(self) -> float:
@@ -47,5 +47,5 @@ class Peak:
             import paddle  # imported late, because the doctor calls available() even if Paddle is missing
 
             return paddle.device.cuda.memory_reserved()
-        status = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+        status = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
         return int(status["VmHWM"].split()[0]) * 1024

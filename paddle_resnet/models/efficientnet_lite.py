@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 from paddle import nn, static
 from paddle.nn.initializer import Uniform
 
-from paddle_resnet.models.layers import ConvBN, FanOutNormal, InvertedResidual, rounded
+from paddle_resnet.models.layers import BlockNetwork, ConvBN, FanOutNormal, InvertedResidual, rounded
 
 # For each stage: expansion factor of the channels, kernel size, output channels, number of blocks, stride of the first
 # block.
@@ -24,7 +24,7 @@ STAGES = (
 STEM, HEAD = 32, 1280
 
 
-class EfficientNetLite(nn.Layer):
+class EfficientNetLite(BlockNetwork):
     """Image classifier. resnet.ResNet describes the input, the output, and the arguments that are not listed
     here.
 
@@ -61,17 +61,6 @@ class EfficientNetLite(nn.Layer):
         limit = num_classes**-0.5
         self.classifier = nn.Linear(HEAD, num_classes, weight_attr=paddle.ParamAttr(initializer=Uniform(-limit, limit)))
 
-    @property
-    def first(self) -> nn.Conv2D:
-        return self.stem.conv
-
-    @property
-    def last(self) -> nn.Linear:
-        return self.classifier
-
     def forward(self, x: static.Variable) -> static.Variable:
-        x = F.relu6(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        x = self.global_pool(F.relu6(self.head(x)))
+        x = self.global_pool(F.relu6(self.head(self.features(x, F.relu6))))
         return self.classifier(paddle.flatten(x, 1))

@@ -9,7 +9,7 @@ import paddle.nn.functional as F
 from paddle import nn, static
 from paddle.nn.initializer import KaimingUniform
 
-from paddle_resnet.models.layers import ConvBN, DropPath, SqueezeExcitation, rounded
+from paddle_resnet.models.layers import BlockNetwork, ConvBN, DropPath, SqueezeExcitation, rounded
 
 # For each block: kernel size of the depthwise convolutions, expanded channels, output channels, whether the block has
 # squeeze-and-excitation, stride.
@@ -78,7 +78,7 @@ class Block(nn.Layer):
         return self.drop_path(self.project(y)) + (x if self.shortcut is None else self.shortcut(x))
 
 
-class GhostNet(nn.Layer):
+class GhostNet(BlockNetwork):
     """Image classifier. resnet.ResNet describes the input, the output, and the arguments that are not listed
     here.
 
@@ -103,17 +103,6 @@ class GhostNet(nn.Layer):
         self.head = nn.Conv2D(hidden, HEAD, 1, data_format=data_format, **weights)
         self.classifier = nn.Linear(HEAD, num_classes, **weights)
 
-    @property
-    def first(self) -> nn.Conv2D:
-        return self.stem.conv
-
-    @property
-    def last(self) -> nn.Linear:
-        return self.classifier
-
     def forward(self, x: static.Variable) -> static.Variable:
-        x = F.relu(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        x = F.relu(self.head(self.global_pool(F.relu(self.expand(x)))))
+        x = F.relu(self.head(self.global_pool(F.relu(self.expand(self.features(x, F.relu))))))
         return self.classifier(paddle.flatten(x, 1))

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import paddle
@@ -136,6 +137,30 @@ class ConvBN(nn.Layer):
 
     def forward(self, x: static.Variable) -> static.Variable:
         return self.bn(self.conv(x))
+
+
+class BlockNetwork(nn.Layer):
+    """Base class of image classifiers that begin with a convolution (`stem`) and a list of blocks (`blocks`), and end
+    with the linear layer `classifier`. The constructor of a subclass sets these attributes."""
+
+    stem: ConvBN
+    blocks: nn.LayerList
+    classifier: nn.Linear
+
+    @property
+    def first(self) -> nn.Conv2D:
+        return self.stem.conv
+
+    @property
+    def last(self) -> nn.Linear:
+        return self.classifier
+
+    def features(self, x: static.Variable, activation: Callable[[static.Variable], static.Variable]) -> static.Variable:
+        """Return the output of the last block, given images and the activation after the stem."""
+        x = activation(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class DropPath(nn.Layer):

@@ -6,7 +6,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn, static
 
-from paddle_resnet.models.layers import ConvBN, InvertedResidual, truncated_normal
+from paddle_resnet.models.layers import BlockNetwork, ConvBN, InvertedResidual, truncated_normal
 
 # For each stage: expansion factor of the channels, output channels, number of blocks, stride of the first block.
 STAGES = (
@@ -15,7 +15,7 @@ STAGES = (
 )
 
 
-class MobileNetV2(nn.Layer):
+class MobileNetV2(BlockNetwork):
     """Image classifier of width 1.0. resnet.ResNet describes the input, the output, and the arguments that are not
     listed here.
 
@@ -41,17 +41,6 @@ class MobileNetV2(nn.Layer):
         self.global_pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)
         self.classifier = nn.Linear(1280, num_classes, weight_attr=paddle.ParamAttr(initializer=initializer))
 
-    @property
-    def first(self) -> nn.Conv2D:
-        return self.stem.conv
-
-    @property
-    def last(self) -> nn.Linear:
-        return self.classifier
-
     def forward(self, x: static.Variable) -> static.Variable:
-        x = F.relu6(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        x = self.global_pool(F.relu6(self.head(x)))
+        x = self.global_pool(F.relu6(self.head(self.features(x, F.relu6))))
         return self.classifier(paddle.flatten(x, 1))

@@ -11,7 +11,14 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn, static
 
-from paddle_resnet.models.layers import ConvBN, InvertedResidual, SqueezeExcitation, rounded, truncated_normal
+from paddle_resnet.models.layers import (
+    BlockNetwork,
+    ConvBN,
+    InvertedResidual,
+    SqueezeExcitation,
+    rounded,
+    truncated_normal,
+)
 
 # For each block: kernel size, channels of the depthwise convolution, output channels, whether the block has
 # squeeze-and-excitation, activation, stride.
@@ -32,7 +39,7 @@ SMALL = (
 STEM = 16
 
 
-class MobileNetV3(nn.Layer):
+class MobileNetV3(BlockNetwork):
     """Image classifier. resnet.ResNet describes the input, the output, and the arguments that are not listed
     here.
 
@@ -60,19 +67,8 @@ class MobileNetV3(nn.Layer):
         self.head = nn.Linear(channels * 6, head, **weights)
         self.classifier = nn.Linear(head, num_classes, **weights)
 
-    @property
-    def first(self) -> nn.Conv2D:
-        return self.stem.conv
-
-    @property
-    def last(self) -> nn.Linear:
-        return self.classifier
-
     def forward(self, x: static.Variable) -> static.Variable:
-        x = F.hardswish(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        x = self.global_pool(F.hardswish(self.expand(x)))
+        x = self.global_pool(F.hardswish(self.expand(self.features(x, F.hardswish))))
         return self.classifier(F.hardswish(self.head(paddle.flatten(x, 1))))
 
 

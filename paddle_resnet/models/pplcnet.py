@@ -9,7 +9,7 @@ import paddle.nn.functional as F
 from paddle import nn, static
 from paddle.nn.initializer import KaimingNormal
 
-from paddle_resnet.models.layers import ConvBN, SqueezeExcitation
+from paddle_resnet.models.layers import BlockNetwork, ConvBN, SqueezeExcitation
 
 # For each block: kernel size of the depthwise convolution, output channels, whether the block has
 # squeeze-and-excitation, stride.
@@ -38,7 +38,7 @@ class Block(nn.Layer):
         return F.hardswish(self.project(x if self.se is None else self.se(x)))
 
 
-class PPLCNet(nn.Layer):
+class PPLCNet(BlockNetwork):
     """Image classifier of width 1.0. resnet.ResNet describes the input, the output, and the arguments that are not
     listed here.
 
@@ -61,17 +61,6 @@ class PPLCNet(nn.Layer):
         self.head = nn.Conv2D(channels, HEAD, 1, weight_attr=weights, data_format=data_format)
         self.classifier = nn.Linear(HEAD, num_classes)
 
-    @property
-    def first(self) -> nn.Conv2D:
-        return self.stem.conv
-
-    @property
-    def last(self) -> nn.Linear:
-        return self.classifier
-
     def forward(self, x: static.Variable) -> static.Variable:
-        x = F.hardswish(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        x = F.hardswish(self.head(self.global_pool(x)))
+        x = F.hardswish(self.head(self.global_pool(self.features(x, F.hardswish))))
         return self.classifier(paddle.flatten(x, 1))

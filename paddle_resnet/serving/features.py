@@ -56,14 +56,11 @@ def writer(path: str | Path) -> Iterator[Callable[[Sequence[str], np.ndarray], N
         rows.writerows(enumerate(paths, count))
         count += len(paths)
 
-    # With backslashreplace, file names that are not valid UTF-8 can be written.
-    options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
     try:
         with (
             outputs.replaced(path) as partial,
-            outputs.replaced(table_of(path)) as partial_table,
             open(partial, "wb") as array,
-            open(partial_table, "w", **options) as table,
+            outputs.replaced_csv(table_of(path)) as table,
         ):
             rows = csv.writer(table)
             rows.writerow(["row", "image"])

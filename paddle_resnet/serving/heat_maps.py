@@ -11,6 +11,8 @@ gradient of the layers before the last feature map is not computed.
 from __future__ import annotations
 
 import io
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,15 @@ from paddle import static
 from PIL import Image
 
 from paddle_resnet import graph
+from paddle_resnet.data import bad_images
 from paddle_resnet.serving import inference, networks, preprocessing
 from paddle_resnet.settings.values import network_name
-from paddle_resnet.utils.errors import UsageError, core
+from paddle_resnet.utils import files, logger, outputs
+from paddle_resnet.utils.errors import UsageError, core, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paddle_resnet.serving.networks import Network
 
 SIDE = 1024  # maximum width and height of an overlay in pixels
@@ -194,3 +200,30 @@ def _on_image(cam: np.ndarray, size: tuple[int, ...], description: dict[str, Any
         is_seen.append((at >= 0) & (at <= 1))
     heat = weights[0] @ cam @ weights[1].T
     return np.where(is_seen[0][:, None] & is_seen[1], heat, np.nan)
+
+
+def drawer(folder: str, model: GradCam) -> Callable[[int, str, int], str | None]:
+    """Return a function draw(number, path, label) that writes the heat map of an image to the folder. draw() returns
+    the path of the heat map, or None if the image cannot be read, and raises UsageError if a file cannot be written."""
+
+    def draw(number, path, label):
+        try:
+            with files.open_regular(path, bad_images.MAX_BYTES) as file:
+                drawn = overlay(model, file.read(), label)
+        except (Unreadable, OSError) as e:
+            problem = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else e
+            logger.write_line(printable(f"{path} {problem}"), sys.stderr)
+            return None
+        # The number of the image makes file names unique. Only the end of the image's name is kept, because file
+        # systems limit a name to 255 bytes.
+        name = os.fsdecode(os.fsencode(os.path.basename(path))[-200:])
+        target = os.path.join(folder, f"{number:06d}_{name}.jpg")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with outputs.replaced(target) as partial:
+                partial.write_bytes(drawn)
+        except OSError as e:
+            raise UsageError(f"--heat-map {folder}: cannot be written ({e.strerror}); choose a different folder") from e
+        return target
+
+    return draw

@@ -20,7 +20,7 @@ import paddle
 from paddle import static
 
 from paddle_resnet import graph, resolution
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents
 from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
@@ -239,8 +239,8 @@ def open_paddle(folder: str | Path, device: str, logits: bool = False) -> Model:
     # the files are checked, because Paddle 2.6.2 crashes (segmentation fault) if model.pdmodel is not a program.
     entries = description["files"]
     try:
-        program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
-    except folders.DamagedError as e:
+        program, parameters = (contents.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
+    except contents.DamagedError as e:
         raise UsageError(f"{folder}: unusable ({e}); export it again") from e
     program = _with_logits(program) if logits else program
     settings = inference.Config()

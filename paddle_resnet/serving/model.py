@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from paddle_resnet.results import predictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from nvidia.dali.tensors import TensorListCPU, TensorListGPU
 
     from paddle_resnet.serving.fixed_sizes import Steps
+
+TOP = 5  # maximum number of predicted classes per image of a single-label network
 
 
 @dataclass
@@ -58,6 +63,45 @@ class Model:
         if self.steps:
             return self.steps.host_images(images)
         return np.empty([images, *expected["shape"][1:]], expected["dtype"])
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """The names of all classes in label order."""
+        return predictions.class_names(self.description["classes"], self.description["output"]["shape"][1])
+
+    @property
+    def thresholds(self) -> list[float] | None:
+        """The threshold of each class of a multi-label network, otherwise None."""
+        return self.description.get("multi_label", {}).get("thresholds")
+
+    def predicted_classes(self, probabilities: np.ndarray) -> list[list[dict[str, Any]]]:
+        """Return [{"label", "class", "probability"}] for each image, in descending order of the probability: the
+        classes that `top` returns or, for a multi-label network, all classes whose probability is at least the
+        threshold, also with "threshold". `probabilities` is [N, C] without NaN."""
+        names, thresholds = self.class_names, self.thresholds
+        if thresholds is None:
+            return [
+                [{"label": i, "class": names[i], "probability": p} for i, p in zip(*image, strict=True)]
+                for image in zip(*(array.tolist() for array in top(probabilities)), strict=True)
+            ]
+        images = []
+        for row in probabilities.astype(float).tolist():
+            labels = sorted((i for i, p in enumerate(row) if p >= thresholds[i]), key=lambda i: -row[i])
+            images.append(
+                [{"label": i, "class": names[i], "probability": row[i], "threshold": thresholds[i]} for i in labels]
+            )
+        return images
+
+
+def top(probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the TOP most probable classes of each image in descending order: (labels, probabilities), both [N, k].
+    Classes with equal probabilities are in label order. `probabilities` is [N, C] without NaN."""
+    k = min(TOP, probabilities.shape[1])
+    remaining, labels = np.array(probabilities), np.empty((len(probabilities), k), np.int64)
+    for i in range(k):  # find the maximum k times instead of sorting all classes
+        labels[:, i] = remaining.argmax(axis=1)
+        np.put_along_axis(remaining, labels[:, i : i + 1], -np.inf, axis=1)
+    return labels, np.take_along_axis(probabilities, labels, axis=1)
 
 
 def from_dali(description: dict[str, Any], images: np.ndarray | TensorListCPU | TensorListGPU) -> np.ndarray:

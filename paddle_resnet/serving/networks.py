@@ -14,7 +14,7 @@ from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet import graph
-from paddle_resnet.checkpoints import arrays, folders, restore, variables
+from paddle_resnet.checkpoints import arrays, contents, restore, run_folders, variables
 from paddle_resnet.components import precision, quantization, task
 from paddle_resnet.job import processes
 from paddle_resnet.models import MODELS, build_model, ends, loss_head
@@ -117,7 +117,7 @@ def load_checkpoint(
     """Load the inference network of a checkpoint.
 
     Args:
-        checkpoint: folder of a run or of a checkpoint (see folders.resolve). The checkpoint's meta.json contains the
+        checkpoint: folder of a run or of a checkpoint, see run_folders.resolve. The checkpoint's meta.json contains the
             architecture, the classes, the image shape, the file names and the preprocessing. If meta.json is missing,
             as in checkpoints of NVIDIA's example, the architecture is inferred from the parameter shapes, and the
             preprocessing of NVIDIA's example is used.
@@ -264,9 +264,9 @@ def _load(args, meta, checkpoint, channels, **options):
 
 
 def resolve(folder: str | Path) -> Path:
-    """Return the checkpoint that folders.resolve selects for a folder, and log the choice to stderr. For exceptions,
-    see folders.resolve."""
-    return folders.resolve(folder, log=log)
+    """Return the checkpoint that run_folders.resolve selects for a folder, and log the choice to stderr. For
+    exceptions, see run_folders.resolve."""
+    return run_folders.resolve(folder, log=log)
 
 
 def log(line: str) -> None:
@@ -277,16 +277,16 @@ def log(line: str) -> None:
 def _read_meta(checkpoint):
     if not Path(checkpoint).is_dir():
         raise UsageError(f"{checkpoint}: not a folder; choose the folder of a run or of a checkpoint")
-    if not folders.is_checkpoint(checkpoint):
+    if not run_folders.is_checkpoint(checkpoint):
         raise UsageError(
-            f"{checkpoint}: contains neither {folders.META} nor parameters; choose the folder of a run or of a "
+            f"{checkpoint}: contains neither {contents.META} nor parameters; choose the folder of a run or of a "
             "checkpoint"
         )
-    if folders.is_foreign(checkpoint):
+    if contents.is_foreign(checkpoint):
         return _meta_of_example(Path(checkpoint))
     try:
-        meta = folders.verify(checkpoint)
-    except folders.DamagedError as e:
+        meta = contents.verify(checkpoint)
+    except contents.DamagedError as e:
         raise UsageError(f"{checkpoint}: unusable ({e}); choose a different checkpoint") from e
     # BN statistics are averaged at the end of an epoch, before each evaluation and at the end of the run. Checkpoints
     # of earlier versions lack the key "bn_averaged".
@@ -303,7 +303,7 @@ def _read_meta(checkpoint):
 def _meta_of_example(checkpoint):
     """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no meta.json.
     Raise UsageError if the parameters cannot be read or match no supported network."""
-    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).flag_value("model_prefix"))
+    prefix = contents.foreign_prefix(checkpoint, parsing.from_dict({}).flag_value("model_prefix"))
     path = checkpoint / f"{prefix}.pdparams"
     try:
         state = arrays.read_pickle(path)
@@ -318,16 +318,16 @@ def _meta_of_example(checkpoint):
             flags["model_arch_name"] = arch
             if _parameter_shapes(parsing.from_dict(flags).part(Options)) == shapes:
                 logger.warn(
-                    f"{checkpoint}: contains no {folders.META}, so the network ({arch}) is inferred from the "
+                    f"{checkpoint}: contains no {contents.META}, so the network ({arch}) is inferred from the "
                     "parameters, the preprocessing is that of NVIDIA's example, and the classes have no names; check "
                     "network and preprocessing"
                 )
-                at = folders.position(checkpoint.resolve().name)
+                at = run_folders.position(checkpoint.resolve().name)
                 meta = {"epoch": at and at[0], "step": None, "classes": [], "evaluated": None}
                 return {**meta, "arguments": flags}
     raise UsageError(
-        f"{checkpoint}: contains no {folders.META}, and its parameters match no supported network; use a checkpoint of "
-        f"one of {', '.join(MODELS)}"
+        f"{checkpoint}: contains no {contents.META}, and its parameters match no supported network; use a checkpoint "
+        f"of one of {', '.join(MODELS)}"
     )
 
 

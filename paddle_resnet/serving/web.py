@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
+import functools
 import io
 import ipaddress
 import json
@@ -94,6 +95,8 @@ def create_app(
     max_images: int,
     hosts: Sequence[str] = ("*",),
     heat_map: Callable[[Upload, int], bytes | None] | None = None,
+    max_requests: int = MAX_REQUESTS,
+    body_s: float = BODY_S,
 ) -> Starlette:
     """Return the application: the page at /, and predictions at POST /predict.
 
@@ -109,9 +112,11 @@ def create_app(
             contains the name of the website.
         heat_map: function that maps an Upload and a label to the JPEG file of a heat map, or to None if it cannot be
             drawn; called like predict. If heat_map is None, requests for heat maps get status 400.
+        max_requests: maximum number of requests to process at the same time.
+        body_s: maximum number of seconds for receiving the images of a request.
     """
     MultiPartParser.spool_max_size = max_bytes  # keep uploads in memory, because the disk may be full
-    slots, key = asyncio.Semaphore(MAX_REQUESTS), "classes" if "multi_label" in description else "top"
+    slots, key = asyncio.Semaphore(max_requests), "classes" if "multi_label" in description else "top"
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     template = environment.get_template("page.html.j2")
 
@@ -125,10 +130,10 @@ def create_app(
 
     async def classify(request):
         try:
-            uploads = await asyncio.wait_for(_receive_uploads(request, max_bytes, max_images), BODY_S)
+            uploads = await asyncio.wait_for(_receive_uploads(request, max_bytes, max_images), body_s)
         except asyncio.TimeoutError as e:
             raise HTTPException(
-                408, f"POST /predict: not received within {BODY_S} s; send fewer or smaller images"
+                408, f"POST /predict: not received within {body_s} s; send fewer or smaller images"
             ) from e
         run = asyncio.get_running_loop().run_in_executor
         draws = request.query_params.get("heat_map") == "1"
@@ -150,7 +155,7 @@ def create_app(
             raise HTTPException(403, "POST /predict: sent by a page of a different site; open the page of this server")
         if slots.locked():
             retry = {"Retry-After": "5"}
-            raise HTTPException(503, f"POST /predict: {MAX_REQUESTS} requests are in progress; retry later", retry)
+            raise HTTPException(503, f"POST /predict: {max_requests} requests are in progress; retry later", retry)
         try:
             async with slots:
                 images = await classify(request)
@@ -293,7 +298,16 @@ def is_loopback(listener: socket.socket) -> bool:
 
 class _Protocol(H11Protocol):
     """A connection that is closed if no request arrives, or if the client does not read the response, so that idle
-    clients cannot occupy all MAX_CONNECTIONS connections."""
+    clients cannot occupy all MAX_CONNECTIONS connections.
+
+    Args:
+        idle_s: number of seconds after which an idle connection is closed.
+        arguments: arguments of H11Protocol.
+    """
+
+    def __init__(self, *, idle_s, **arguments):
+        super().__init__(**arguments)
+        self._idle_s = idle_s
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -304,18 +318,19 @@ class _Protocol(H11Protocol):
         self._close_if_idle_later()
 
     def _close_if_idle_later(self):
-        self.loop.call_later(IDLE_S, self._close_if_idle, self.cycle)
+        self.loop.call_later(self._idle_s, self._close_if_idle, self.cycle)
 
     def _close_if_idle(self, before):
         if self.cycle is before and (before is None or before.response_complete):
             self.transport.abort()
 
 
-def create_server(app: Starlette) -> uvicorn.Server:
-    """Return a server for the result of create_app, with limits on connections and idle times."""
+def create_server(app: Starlette, idle_s: float = IDLE_S) -> uvicorn.Server:
+    """Return a server for the result of create_app, with a limit on connections. A connection is closed if no request
+    has been in progress for idle_s seconds."""
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=functools.partial(_Protocol, idle_s=idle_s),
         ws="none",
         loop="asyncio",
         lifespan="off",

@@ -10,7 +10,7 @@ import numpy as np
 from paddle import static
 
 from paddle_resnet import graph
-from paddle_resnet.checkpoints import conversion, folders, foreign_files, foreign_names
+from paddle_resnet.checkpoints import contents, conversion, foreign_files, foreign_names
 from paddle_resnet.models import registered
 from paddle_resnet.serving import inference, onnx_writer, preprocessing
 from paddle_resnet.utils.errors import RunError, printable
@@ -44,8 +44,8 @@ def write_paddle(network: Network, folder: Path) -> dict[str, dict[str, Any]]:
     # Python writes the files, because Paddle's C++ function does not report a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
     return {
-        model.name: folders.write_file(model, lambda file: file.write(graph.serialize(program))),
-        weights.name: folders.write_file(weights, lambda file: file.write(parameters)),
+        model.name: contents.write_file(model, lambda file: file.write(graph.serialize(program))),
+        weights.name: contents.write_file(weights, lambda file: file.write(parameters)),
     }
 
 
@@ -71,7 +71,7 @@ def write_onnx(network: Network, folder: Path) -> dict[str, dict[str, Any]]:
         proto = onnx_writer.to_float16(proto)
     tolerance = TOLERANCES["int8" if "int8" in network.description else network.description["precision"]]
     path = folder / f"{inference.NAME}.onnx"
-    entry = folders.write_file(path, lambda file: file.write(proto.SerializeToString()))
+    entry = contents.write_file(path, lambda file: file.write(proto.SerializeToString()))
     image = network.description["input"]
     images = np.random.RandomState(0).uniform(-2, 2, (2, *image["shape"][1:]))
     images = images.astype("float32") if image["dtype"] == "float32" else (images * 64 + 128).astype("uint8")
@@ -96,7 +96,7 @@ def write_safetensors(network: Network, folder: Path) -> dict[str, dict[str, Any
     else:
         metadata = {"format": "np", "network": f"paddle_resnet.{network.description['arch']}"}
     path = folder / f"{inference.NAME}.safetensors"
-    return {path.name: folders.write_file(path, lambda file: foreign_files.write_safetensors(file, arrays, metadata))}
+    return {path.name: contents.write_file(path, lambda file: foreign_files.write_safetensors(file, arrays, metadata))}
 
 
 def write_triton(description: dict[str, Any], folder: Path) -> None:

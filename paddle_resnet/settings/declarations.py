@@ -118,8 +118,8 @@ def _build_parser():
         examples=[example for example in EXAMPLES if "configs/" not in example[1] or not is_installed()],
         main=MAIN,
         epilog=f"{program('train')} --print-config FLAGS prints the values as a file for --config, except those that "
-        "you do not set and that a checkpoint, the data or the network can determine. In the file and on the command "
-        "line, `false` turns off a switch. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
+        "you do not set and that the run can determine, for example from a checkpoint, the data or the network. In the "
+        "file and on the command line, `false` turns off a switch. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
     for name, declared in _FLAGS.items():
         action = parser.add_argument(flag_name(name), default=declared.default, **declared.options)

@@ -12,6 +12,7 @@ from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError, counted
 
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
+CHOSEN_FOR_BUDGET = ("epochs", "warmup_epochs")  # flags that --budget-minutes chooses unless they are explicit
 
 
 def _minutes(text):

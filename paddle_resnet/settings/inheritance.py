@@ -3,9 +3,16 @@
 import re
 
 from paddle_resnet.models import RESIZE_RATIO, registered
-from paddle_resnet.settings import values
-from paddle_resnet.settings.declarations import DEFAULTS, EVALUATED, FLAGS
+from paddle_resnet.settings import durations, values
+from paddle_resnet.settings.declarations import DEFAULTS, EVALUATED, FLAGS, RESUMED
 from paddle_resnet.settings.values import flag_name, network_name
+
+# Flags whose default has a different effect if it is explicit. For example, an explicit --data-layout NCHW prevents the
+# choice of NHWC on a CPU, and an explicit --benchmark-steps without --benchmark triggers a warning.
+_DEPENDS_ON_ORIGIN = (
+    *("model_prefix", "data_layout", "cuda_graph", "asp"),
+    *("show_config", "benchmark_steps", "benchmark_warmup_steps"),
+)
 
 
 def follow(settings: values.Settings) -> None:
@@ -48,10 +55,13 @@ def reset(settings: values.Settings, name: str) -> None:
     follow(settings)
 
 
-def may_follow(name: str) -> bool:
-    """Return whether a checkpoint (without --resume), the data or the network can determine the value of a flag that is
-    not explicit."""
-    return FLAGS[name].kind in EVALUATED or name == "model_prefix"
+def may_follow(settings: values.Settings, name: str) -> bool:
+    """Return whether the run itself may determine the value of a flag that is not explicit: from the checkpoint, the
+    data, the network or the machine, or because of --choose-recipe or --budget-minutes."""
+    resumes = settings.resume or settings.last_epoch_of_checkpoint is not None
+    is_inherited = FLAGS[name].kind in (RESUMED if resumes else EVALUATED)
+    is_chosen = settings.choose_recipe or (settings.budget_minutes is not None and name in durations.CHOSEN_FOR_BUDGET)
+    return is_inherited or is_chosen or name in _DEPENDS_ON_ORIGIN
 
 
 def _prefix(arch):

@@ -136,9 +136,9 @@ def changed(flags: dict[str, Any]) -> dict[str, Any]:
 
 def as_yaml(settings: values.Settings) -> str:
     """Return the settings as the text of a --config file. Flags that the user did not set are omitted if their value
-    can come from a checkpoint, the data or the network."""
+    can depend on more than the flags (inheritance.may_follow)."""
     flags = settings.as_dict()
-    written = {n: v for n, v in flags.items() if settings.is_explicit(n) or not inheritance.may_follow(n)}
+    written = {n: v for n, v in flags.items() if settings.is_explicit(n) or not inheritance.may_follow(settings, n)}
     return yaml.safe_dump(written, sort_keys=False).rstrip()
 
 

@@ -1,7 +1,7 @@
 """The task of images that belong to any number of classes (--multi-label, docs/multilabel.md)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -138,10 +138,6 @@ class MultiLabel:
 def _rows(result, names):
     logits, labels = np.split(result["scores"], 2, axis=1)
     for label, values in zip(labels > 0.5, label_metrics.probabilities(logits), strict=True):
-        sets = [joined(np.flatnonzero(chosen), names) for chosen in (label, values >= result["thresholds"])]
+        chosen = (np.flatnonzero(is_chosen) for is_chosen in (label, values >= result["thresholds"]))
+        sets = ["|".join(names[i] for i in labels) for labels in chosen]
         yield [*sets, *(f"{p:.7g}" for p in values.tolist())]
-
-
-def joined(labels: Iterable[int], names: Sequence[str]) -> str:
-    """Return the names of classes, separated by "|"."""
-    return "|".join(names[label] for label in labels)

@@ -202,7 +202,7 @@ def top_columns(k: int) -> list[str]:
     return [f"{name}_{i}" for i in range(1, k + 1) for name in ("label", "class", "probability")]
 
 
-def top_cells(top: Iterable[tuple[int | str, str, float]]) -> list[Any]:
+def top_cells(top: Iterable[Iterable[Any]]) -> list[Any]:
     """Return the table cells of one image, in the order of the column names from top_columns(). `top` is [(label, class
     name, probability)]."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]

@@ -1,8 +1,5 @@
 """`python -m paddle_resnet.dataset convert|import|index`: write record files, class folders, or indexes for existing
-record files. tools/sources/ lists the images of an import.
-
-Worker processes import this module instead of dataset.py. The module imports neither DALI nor Paddle, so that the
-processes do not wait for these imports.
+record files. workers.py contains the worker processes; tools/sources/ lists the images of an import.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
 shards atomically, and complete shards are kept. For RecordIO, which has one file per split, workers prepare the
@@ -12,44 +9,34 @@ conversion began, all images are written again. If a record file of a complete c
 size, this record file is written again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
-import ctypes
 import hashlib
-import io
+import itertools
 import json
-import multiprocessing
 import os
 import shutil
-from collections import deque
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from paddle_resnet.data import classes as class_checks
 from paddle_resnet.data import indexes, layout, sniffer, split_names
 from paddle_resnet.data import manifest as manifests
-from paddle_resnet.data.formats import INDEXED, RECORDS, SHARDED, SINGLE_FILE, read_image
-from paddle_resnet.data.images import IMAGE_EXTENSIONS, IMAGE_SUFFIXES, read_slice
+from paddle_resnet.data.formats import INDEXED, RECORDS, SHARDED, SINGLE_FILE
+from paddle_resnet.data.images import Image, some
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.serving import preprocessing
-from paddle_resnet.tools.split import link
-from paddle_resnet.utils import files, locks, logger, outputs, signals
+from paddle_resnet.tools.workers import BLOCK, Workers, prepare_block, write_files, write_shard
+from paddle_resnet.utils import locks, logger, outputs
 from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from paddle_resnet.data.images import Image
-
-    Progress = Callable[[int, int], object]  # called with (number of finished images, total number of images)
+Progress = Callable[[int, int], object]  # called with (number of finished images, total number of images)
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 FOLDER = "folder"  # class folders
@@ -59,9 +46,6 @@ QUALITY = 95  # default quality of JPEG files
 # Seed of the random order in which training images are written. Because the stored order is random, a small shuffle
 # buffer suffices in training.
 ORDER_SEED = 0
-# (first bytes of a file, suffix) for all image formats except JPEG.
-MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # images per task of a worker for RecordIO (synced to disk after each block) and class folders
 _LOCK = ".lock"
 # {key of convert.json: name of its value in messages, if this is not the flag with the name of the key}
 _DIFFERING = {
@@ -72,8 +56,6 @@ _DIFFERING = {
     "format": "a different --to",
 }
 NAMED = 10  # maximum number of unusable images or record files to list in a message
-_OMIT = "or, with convert, omit the image with --skip-list"
-_REMEDY = f"repair the image {_OMIT}"
 
 
 def parse_format(text: str) -> str:
@@ -96,6 +78,7 @@ def convert(
     allow_outside: bool = False,
     check: Progress | None = None,
     label_offset: int | str = AUTO,
+    images_per_shard: int = IMAGES_PER_SHARD,
 ) -> dict[str, int]:
     """Convert all splits of a data set to a record format.
 
@@ -106,7 +89,7 @@ def convert(
         source: folder of a data set in any format (--image-root).
         output: folder to create, which can then be used as --image-root.
         to: record format to write, one of RECORD_FORMATS.
-        shards: number of training shards, by default one per IMAGES_PER_SHARD images. Shards of the validation split
+        shards: number of training shards, by default one per images_per_shard images. Shards of the validation split
             contain about as many images as those of the training split.
         resize_short: maximum length of an image's shorter side in pixels. Larger images are shrunk and stored upright
             as RGB JPEG files. All other image files are copied unchanged.
@@ -118,6 +101,7 @@ def convert(
         label_offset: value of --label-offset.
         check: progress function for the check that decodes all images before any file is written, or None to skip this
             check. A resumed conversion repeats the check only if source files have changed.
+        images_per_shard: see shards.
     Returns:
         {split: number of images}.
     Raises:
@@ -127,7 +111,8 @@ def convert(
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(DataRoot(source, AUTO, allow_outside, label_offset, skip_list))
-    return write(source, splits, classes, output, to, shards, resize_short, quality, workers, progress, check)
+    options = {"progress": progress, "check": check, "images_per_shard": images_per_shard}
+    return write(source, splits, classes, output, to, shards, resize_short, quality, workers, **options)
 
 
 def write(
@@ -144,6 +129,7 @@ def write(
     check: Progress | None = None,
     description: dict[str, Any] | None = None,
     remedy: str | None = None,
+    images_per_shard: int = IMAGES_PER_SHARD,
 ) -> dict[str, int]:
     """Write listed images as record files or class folders.
 
@@ -151,7 +137,7 @@ def write(
         source: path of the source, for messages.
         splits: {split: [Image]} in the order in which the images are written.
         classes: class names in label order, or None if the classes have only numbers.
-        output, shards, resize_short, quality, workers, progress, check: see convert().
+        output, shards, resize_short, quality, workers, progress, check, images_per_shard: see convert().
         to: one of FORMATS. For FOLDER, resize_short must be None.
         description: further entries of convert.json, which must not change when the command is repeated.
         remedy: remedy in the error message of the check for unusable images; by default, to add --skip-list.
@@ -170,7 +156,7 @@ def write(
     def shard_count(count):
         if to not in SHARDED:
             return 1
-        return -(-count * shards // largest) if shards else -(-count // IMAGES_PER_SHARD)
+        return -(-count * shards // largest) if shards else -(-count // images_per_shard)
 
     manifest = {
         **(description or {}),
@@ -203,7 +189,7 @@ def write(
                 "converted again; do not change files during a conversion"
             )
             _remove_written(output, to)
-        indexes.write_file(os.path.join(output, manifests.MANIFEST), _json({**manifest, "complete": False}))
+        _write_manifest(output, manifest, complete=False)
     if damaged:
         names = ", ".join(map(os.path.basename, damaged[:NAMED]))
         logger.warn(
@@ -213,7 +199,7 @@ def write(
     if classes is not None:
         indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
     total = sum(counts.values())
-    with _Workers(workers or len(os.sched_getaffinity(0)), resize_short, quality) as pool:
+    with Workers(workers or len(os.sched_getaffinity(0)), resize_short, quality) as pool:
         done = 0
         for split, images in splits.items():
             report = partial(_report_progress, progress, done, total)
@@ -227,7 +213,7 @@ def write(
     for name in _partial(output):
         os.unlink(os.path.join(output, name))
     sizes = {os.path.basename(path): _size(path) for path in _shards(output, to)}
-    indexes.write_file(os.path.join(output, manifests.MANIFEST), _json({**manifest, "complete": True, "bytes": sizes}))
+    _write_manifest(output, manifest, complete=True, bytes=sizes)
     return counts
 
 
@@ -374,8 +360,7 @@ def _remove_written(output, to):
 def _remove(output, paths, to):
     """Mark a conversion as incomplete in convert.json, and remove `paths`: class folders, or record files and their
     indexes."""
-    manifest = manifests.read(output)
-    indexes.write_file(os.path.join(output, manifests.MANIFEST), _json({**manifest, "complete": False}))
+    _write_manifest(output, manifests.read(output), complete=False)
     for path in paths:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -387,8 +372,9 @@ def _remove(output, paths, to):
                 os.unlink(indexes.index_path(path))
 
 
-def _json(manifest):
-    return (json.dumps(manifest, indent=1) + "\n").encode()
+def _write_manifest(output, manifest, **entries):
+    text = json.dumps(manifest | entries, indent=1) + "\n"
+    indexes.write_file(os.path.join(output, manifests.MANIFEST), text.encode())
 
 
 def _check_decodable(source, images, workers, progress, remedy=None):
@@ -402,10 +388,9 @@ def _check_decodable(source, images, workers, progress, remedy=None):
         if done % BLOCK == 0 or done == len(images):
             progress(done, len(images))
     if failing:
-        more = f" and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
         fix = f"run `{command('dataset', 'verify', source, '--fix-list', 'bad.txt')}` and add --skip-list bad.txt"
         raise UsageError(
-            f"{source}: {len(failing)} of {len(images)} images cannot be used: {', '.join(failing[:NAMED])}{more}; "
+            f"{source}: {len(failing)} of {len(images)} images cannot be used: {some(failing, NAMED)}; "
             f"repair them, or {remedy or fix}"
         )
 
@@ -446,82 +431,6 @@ def _report_progress(progress, before, total, done):
         progress(before + done, total)
 
 
-class _Workers:
-    """A pool of processes that prepare images or write shards. An exception in the parent stops all processes."""
-
-    def __init__(self, count, resize_short, quality):
-        # Processes are spawned instead of forked, because a fork does not copy DALI's threads.
-        context = multiprocessing.get_context("spawn")
-        self.count = count
-        self.images = context.Value(ctypes.c_int64)
-        self._stop = context.Event()
-        arguments = (os.getpid(), self.images, self._stop, resize_short, quality)
-        self.pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=arguments)
-
-    def submit(self, *call):
-        with signals.deferred():
-            return self.pool.submit(*call)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, value, trace):
-        if kind is not None:
-            self._stop.set()
-        self.pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(parent, images, stop, resize_short, quality):
-    global _images, _stop, _resize_short, _quality
-    _images, _stop, _resize_short, _quality = images, stop, resize_short, quality
-    signals.die_with_parent(parent)
-
-
-def _prepare(image):
-    """Read an Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
-
-    Raises:
-        UsageError: the image cannot be read or shrunk, or its label is not a class.
-        InterruptedError: the conversion is being stopped.
-    """
-    from PIL import Image
-
-    if _stop.is_set():
-        raise InterruptedError
-    try:
-        data, label = read_image(image)
-    except OSError as e:
-        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); make it readable {_OMIT}") from e
-    if not class_checks.is_class(label):
-        problem = f"label {label:.15g} is not a whole number from 0"
-        raise UsageError(f"{image.full_name}: {problem}; correct the label {_OMIT}")
-    label = int(label)
-    if _resize_short is None:
-        return data, _extension(image, data), label
-    try:
-        with Image.open(io.BytesIO(data)) as picture:
-            short = min(picture.size)
-            if short <= _resize_short:
-                return data, _extension(image, data), label
-            picture = Image.fromarray(preprocessing.upright_rgb(picture))
-            size = [max(1, round(side * _resize_short / short)) for side in picture.size]
-            picture = picture.resize(size, Image.Resampling.BICUBIC)
-            out = io.BytesIO()
-            picture.save(out, "JPEG", quality=_quality)
-    except Exception as e:  # Pillow raises many types of exceptions for damaged files
-        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); {_REMEDY}") from e
-    return out.getvalue(), "jpg", label
-
-
-def _extension(image, data):
-    """Return the extension with which an image is stored: the extension of an image file if it is supported and not
-    jfif; otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
-    own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
-        return own
-    return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
-
-
 def _write_shards(to, output, split, images, count, pool, report):
     pending, kept, start = set(), 0, pool.images.value
     for k in range(count):
@@ -531,32 +440,13 @@ def _write_shards(to, output, split, images, count, pool, report):
         if os.path.exists(path):
             kept += end - first
         else:
-            pending.add(pool.submit(_write_shard, to, path, first, images[first:end]))
+            pending.add(pool.submit(write_shard, to, path, first, images[first:end]))
     while pending:
         finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
         for future in finished:
             future.result()
         report(kept + pool.images.value - start)
     report(len(images))
-
-
-def _write_shard(to, path, first, images):
-    """Write one shard and its index. The shard gets its final name only when the shard and its index are complete.
-
-    Raises:
-        UsageError: an image cannot be read, or its label is invalid.
-        OSError: a file cannot be written.
-        InterruptedError: the main process stops the workers.
-    """
-    with files.written(path, f"{path}.partial") as partial:
-        lines = []
-        with SHARDED[to](str(partial)) as write:
-            for number, image in enumerate(images, first):
-                lines.append(write(number, *_prepare(image)))
-                with _images.get_lock():
-                    _images.value += 1
-        files.fsync(partial)
-        indexes.write_file(indexes.index_path(path), indexes.content(lines, INDEXED[to]))
 
 
 def _write_folders(output, split, images, classes, pool, report):
@@ -571,69 +461,15 @@ def _write_folders(output, split, images, classes, pool, report):
             place = os.path.join(split, classes[image.label], f"{number:08d}_{name}")
         taken.add(place)
         tasks.append((image, os.path.join(output, place)))
-    starts = iter(range(0, len(tasks), BLOCK))
-    pending, done = deque(), 0
-
-    def submit(count):
-        for _, i in zip(range(count), starts, strict=False):
-            pending.append(pool.submit(_write_files, tasks[i : i + BLOCK]))
-
-    submit(2 * pool.count)
-    while pending:
-        done += pending.popleft().result()
-        submit(1)
+    for done in itertools.accumulate(pool.map(write_files, tasks)):
         report(done)
     os.sync()  # files that were not synced could be empty after a power failure
 
 
-def _write_files(tasks):
-    for image, path in tasks:
-        if _stop.is_set():
-            raise InterruptedError
-        data = None
-        if image.kind is None:
-            size = os.path.getsize(image.path)
-        elif image.kind is read_slice:
-            size = image.place[1]
-        else:
-            data, extension, _ = _prepare(image)
-            size = len(data)
-            if not path.lower().endswith(IMAGE_SUFFIXES):
-                path += f".{extension}"
-        if os.path.lexists(path):
-            if os.path.isfile(path) and os.path.getsize(path) == size:
-                continue
-            os.unlink(path)  # an interrupted import left a part of the file
-        if image.kind is None:
-            link(os.path.realpath(image.path), path)
-            continue
-        if data is None:
-            data, *_ = _prepare(image)
-        with open(path, "wb") as f:
-            f.write(data)
-    return len(tasks)
-
-
 def _write_single_file(to, output, split, images, pool, report):
     with SINGLE_FILE[to](output, split) as writer:
-        done = len(writer)
-        report(done)
-        starts = iter(range(done, len(images), BLOCK))
-        blocks = deque()
-
-        def submit(count):
-            for _, i in zip(range(count), starts, strict=False):
-                blocks.append(pool.submit(_prepare_block, images[i : i + BLOCK]))
-
-        # Queue only two blocks per worker, which keeps all workers busy but limits memory use.
-        submit(2 * pool.count)
-        while blocks:
-            writer.write(blocks.popleft().result())
-            submit(1)
+        report(len(writer))
+        for block in pool.map(prepare_block, images[len(writer) :]):
+            writer.write(block)
             report(len(writer))
         writer.finish()
-
-
-def _prepare_block(images):
-    prepared = [_prepare(image) for image in images]
-    return [(data, label) for data, _, label in prepared]

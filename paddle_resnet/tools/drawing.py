@@ -69,18 +69,20 @@ def pictures(images: Sequence[np.ndarray], names: Iterable[str], columns: int) -
     return figure
 
 
-def balance(splits: dict[str, dict[str, Any]]) -> Figure:
+def balance(splits: dict[str, dict[str, Any]], most_bars: int = MOST_BARS, extremes: int = EXTREMES) -> Figure:
     """Return a figure of the number of images per class and of the image sizes. The order of the classes is the same
     for all splits.
 
     Args:
         splits: result of inspection.info: {split: {"classes": {class: images}, "sizes": int array [images, 2]}}.
+        most_bars: maximum number of classes of which each has a bar.
+        extremes: if there are more classes, number of the largest classes, and of the smallest, that have bars.
     """
     of = {split: content["classes"] for split, content in splits.items()}
     first = next(iter(of))
     names = sorted(dict.fromkeys(name for counts in of.values() for name in counts), key=lambda n: -of[first].get(n, 0))
-    has_curve = len(names) > MOST_BARS
-    shown = [*names[:EXTREMES], None, *names[-EXTREMES:]] if has_curve else names
+    has_curve = len(names) > most_bars
+    shown = [*names[:extremes], None, *names[-extremes:]] if has_curve else names
     left_out = f"... {len(names) - len(shown) + 1} more"
     labels = drawable(left_out if name is None else _shortened(name) for name in shown)
     heights = [0.2 * len(shown) + 1, *([3] if has_curve else []), 4]

@@ -125,14 +125,19 @@ def perceptual_hash(picture: Pillow.Image) -> int:
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
+def read(image: Image) -> tuple[bytes | None, str | None]:
+    """Return (content of an image file, None), or (None, problem) if it cannot be read."""
+    try:
+        return read_image(image)[0], None
+    except (OSError, UsageError) as e:
+        return None, f"cannot be read ({e.strerror if isinstance(e, OSError) else e})"
+
+
 def describe(image: Image) -> tuple[int | None, str | None]:
     """Return (perceptual hash, None) of an image, or (None, reason) if it cannot be read."""
-    try:
-        data, _ = read_image(image)
-    except OSError as e:
-        return None, f"cannot be read ({e.strerror})"
-    except UsageError as e:
-        return None, f"cannot be read ({e})"
+    data, problem = read(image)
+    if data is None:
+        return None, problem
     try:
         with warnings.catch_warnings():  # Pillow warns about transparency and large images, which do not matter here
             warnings.simplefilter("ignore")
@@ -143,10 +148,10 @@ def describe(image: Image) -> tuple[int | None, str | None]:
         return None, f"cannot be decoded by Pillow ({core(e)})"
 
 
-def describe_all(images: Sequence[Image], workers: int | None = None) -> Iterator[tuple]:
+def describe_all(images: Sequence[Image], workers: int | None = None, per_worker: int = _PER_WORKER) -> Iterator[tuple]:
     """Yield the results of describe() in order. `workers` is the maximum number of processes, by default the number of
-    cores."""
-    workers = min(workers or len(os.sched_getaffinity(0)), len(images) // _PER_WORKER)
+    cores, and `per_worker` is the minimum number of images per process."""
+    workers = min(workers or len(os.sched_getaffinity(0)), len(images) // per_worker)
     if workers < 2:
         yield from map(describe, images)
         return
@@ -156,10 +161,15 @@ def describe_all(images: Sequence[Image], workers: int | None = None) -> Iterato
         yield from results
 
 
-def by_hash(images: dict[Mode, list[Image]], distance: int = DISTANCE, workers: int | None = None) -> Report:
+def by_hash(
+    images: dict[Mode, list[Image]],
+    distance: int = DISTANCE,
+    workers: int | None = None,
+    per_worker: int = _PER_WORKER,
+) -> Report:
     """Find the validation images whose perceptual hash differs by at most `distance` bits from that of a training
-    image. For `images`, see list_images; for `workers`, see describe_all."""
-    results = describe_all([image for mode in Mode for image in images[mode]], workers)
+    image. For `images`, see list_images; for `workers` and `per_worker`, see describe_all."""
+    results = describe_all([image for mode in Mode for image in images[mode]], workers, per_worker)
     kept, hashes = ({mode: [] for mode in Mode} for _ in range(2))
     unreadable = {}
     for mode in Mode:
@@ -174,14 +184,16 @@ def by_hash(images: dict[Mode, list[Image]], distance: int = DISTANCE, workers: 
     return _report(kept, closest, unreadable)
 
 
-def closest_hashes(queries: np.ndarray, references: np.ndarray, distance: int) -> list[tuple[int, int, int, int]]:
+def closest_hashes(
+    queries: np.ndarray, references: np.ndarray, distance: int, block: int = _BLOCK
+) -> list[tuple[int, int, int, int]]:
     """Return (index of the query, index of the closest reference, distance, number of references within the distance)
-    for each query, uint64 [N], that has a reference, uint64 [M], within the distance."""
+    for each query, uint64 [N], that has a reference, uint64 [M], within the distance. For `block`, see neighbors."""
     unique, first, counts = np.unique(references, return_index=True, return_counts=True)
     asked, which = np.unique(queries, return_inverse=True)
     best = np.full(len(asked), MAX_DISTANCE + 1)
     found, matches = np.zeros(len(asked), np.int64), np.zeros(len(asked), np.int64)
-    for query, reference, differing in neighbors(asked, unique, distance):
+    for query, reference, differing in neighbors(asked, unique, distance, block):
         matches += np.bincount(query, counts[reference], len(asked)).astype(np.int64)
         order = np.argsort(-differing, kind="stable")  # of several assignments to an element, the last one counts
         query, reference, differing = (each[order] for each in (query, reference, differing))
@@ -191,10 +203,10 @@ def closest_hashes(queries: np.ndarray, references: np.ndarray, distance: int) -
 
 
 def neighbors(
-    queries: np.ndarray, references: np.ndarray, distance: int
+    queries: np.ndarray, references: np.ndarray, distance: int, block: int = _BLOCK
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (indexes of queries, indexes of references, distances) for all pairs of hashes that differ by at most
-    `distance` bits, each pair once. `queries` and `references` are uint64.
+    `distance` bits, each pair once. `queries` and `references` are uint64; `block` queries are looked up at once.
 
     If two hashes differ by at most d bits, one of their four parts differs by at most d / 4 bits (multi-index hashing:
     Norouzi et al., arXiv:1307.2982), so each query is compared only with the references that have such a part."""
@@ -204,8 +216,8 @@ def neighbors(
         keys = _part(references, band)
         order = np.argsort(keys, kind="stable")
         starts = np.searchsorted(keys[order], np.arange((1 << _BAND_BITS) + 1))
-        for at in range(0, len(queries), _BLOCK):
-            own = _part(queries[at : at + _BLOCK], band)
+        for at in range(0, len(queries), block):
+            own = _part(queries[at : at + block], band)
             for mask in masks:
                 first, after = starts[own ^ mask], starts[(own ^ mask) + 1]
                 counts = after - first

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from paddle_resnet.data import classes, sniffer
 from paddle_resnet.data.formats import folder as class_folder
-from paddle_resnet.data.images import Image
+from paddle_resnet.data.images import Image, some
 from paddle_resnet.tools import duplicates
 from paddle_resnet.utils import files
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, import_command
 
 # Names of folders that contain a split or all images, such as train_images, val2017 and images.
 _SPLIT_NAME = re.compile(
@@ -96,10 +96,9 @@ def _list_source(source):
     _check_names(source, [*images])
     few = [f"{label} ({len(names)})" for label, names in images.items() if len(names) < 2]
     if few:
-        more = f" and {len(few) - 5} more" if len(few) > 5 else ""
         raise UsageError(
             f"{source}: each class needs two images, one for train/ and one for val/, but some have fewer: "
-            f"{', '.join(few[:5])}{more}; add images, or move these folders elsewhere"
+            f"{some(few)}; add images, or move these folders elsewhere"
         )
     class_folder.warn_of_ignored(source, ignored)
     classes.warn_of_background(str(source), images)
@@ -121,7 +120,7 @@ def _check_names(source, labels):
     if tables := classes.label_tables(source, [".", *labels])[:5]:
         problem = f"{problem} ({', '.join(tables)} may contain the labels)"
     if sniffer.advice(source, only_certain=True):
-        remedy = f"run {sniffer.import_command(source)}"
+        remedy = f"run {import_command(source)}"
     raise UsageError(f"{source}: {problem}; {remedy}")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS, mean
+from paddle_resnet.utils.meters import averages, class_ratios, mean
 
 DEFAULT_THRESHOLD = 0.5  # for a class without validation images, and for a checkpoint without an evaluation
 
@@ -112,25 +112,12 @@ def evaluate(rows: np.ndarray, thresholds: Sequence[float] | None = None) -> dic
         thresholds = [best_threshold(labels[:, c], scores[:, c]) for c in range(class_num)]
     is_predicted = scores >= thresholds
     images, predicted, correct = (x.sum(axis=0) for x in (labels, is_predicted, labels & is_predicted))
-
-    def ratio(part, whole):
-        return np.divide(part, whole, out=np.zeros(class_num), where=whole > 0)
-
-    ratios = {
-        "precision": ratio(correct, predicted),
-        "recall": ratio(correct, images),
-        "f1": ratio(2 * correct, images + predicted),
-    }
+    ratios = class_ratios(images, predicted, correct)
     result = {
         "map": mean_average_precision(precisions),
         "map_micro": average_precision(labels.reshape(-1), scores.reshape(-1)),
     }
-    weights = {"macro": images + predicted > 0, "weighted": images}
-    result |= {
-        f"{name}_{average}": mean(float(np.dot(ratios[name], weights[average])), float(weights[average].sum()))
-        for average in AVERAGES
-        for name in CLASS_METRICS
-    }
+    result |= averages(ratios, {"macro": images + predicted > 0, "weighted": images})
     counts = {"images": images, "predicted": predicted, "correct": correct, **ratios, "ap": precisions}
     result |= {f"class_{name}": values.tolist() for name, values in counts.items()}
     return result | {"thresholds": [float(threshold) for threshold in thresholds]}

@@ -291,12 +291,18 @@ def class_metrics(confusion: np.ndarray, class_num: int) -> dict[str, np.ndarray
         count(labels, counts * (labels == predictions)),
     )
 
-    def ratio(part, whole):
-        return np.divide(part, whole, out=np.zeros(class_num), where=whole > 0)
+    return {"images": images, "correct": correct, **class_ratios(images, predicted, correct)}
 
-    ratios = {"precision": ratio(correct, predicted), "recall": ratio(correct, images)}
-    ratios["f1"] = ratio(2 * correct, images + predicted)
-    return {"images": images, "correct": correct, **ratios}
+
+def class_ratios(images: np.ndarray, predicted: np.ndarray, correct: np.ndarray) -> dict[str, np.ndarray]:
+    """Return {"precision", "recall", "f1"} of each class, given its number of images, of predictions and of correct
+    predictions. If the denominator of a ratio is 0, the ratio is 0."""
+
+    def ratio(part, whole):
+        return np.divide(part, whole, out=np.zeros(len(whole)), where=whole > 0)
+
+    f1 = ratio(2 * correct, images + predicted)
+    return {"precision": ratio(correct, predicted), "recall": ratio(correct, images), "f1": f1}
 
 
 def average_metrics(confusion: np.ndarray, class_num: int) -> dict[str, float]:
@@ -307,6 +313,16 @@ def average_metrics(confusion: np.ndarray, class_num: int) -> dict[str, float]:
     metrics = class_metrics(confusion, class_num)
     occurring = np.unique(confusion[:, :2])
     weights = {"macro": np.isin(np.arange(class_num), occurring), "weighted": metrics["images"]}
+    return averages(metrics, weights)
+
+
+def averages(metrics: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return {"precision_macro", ..., "f1_weighted"}: the averages of CLASS_METRICS over the classes.
+
+    Args:
+        metrics: {name: metric of each class}.
+        weights: {name of the average: weight of each class}.
+    """
     return {
         f"{name}_{average}": mean(float(np.dot(metrics[name], weight)), int(weight.sum()))
         for average, weight in weights.items()

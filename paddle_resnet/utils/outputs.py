@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 from paddle_resnet.utils import files, logger
 from paddle_resnet.utils.errors import UsageError
@@ -105,6 +106,14 @@ def replaced(path: str | Path) -> Iterator[Path]:
         warn_if_changed(path)
     if real_path in _claimed:
         _claimed[real_path] = _version(path)
+
+
+@contextlib.contextmanager
+def replaced_csv(path: str | Path) -> Iterator[TextIO]:
+    """Like `replaced`, but open the file for csv.writer, and yield it."""
+    # With backslashreplace, file names that are not valid UTF-8 can be written.
+    with replaced(path) as partial, open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        yield file
 
 
 def warn_if_changed(path: str | Path) -> None:

@@ -8,6 +8,8 @@ import pytest
 from conftest import assert_one_error, phase, read_report
 from paddle_resnet import program
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 
 @pytest.fixture
 def scored(monkeypatch):

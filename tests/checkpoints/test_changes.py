@@ -1,5 +1,6 @@
 """Resuming after changes to the data or the Paddle version, and changes to the output folder during a run."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -11,10 +12,12 @@ import pytest
 
 from conftest import ROOT, losses, phase
 from helpers import HOLDER, write_checkpoint
-from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.checkpoints import contents, restore, run_lock
 from paddle_resnet.machine import cpu
 from paddle_resnet.utils import locks
 from paddle_resnet.utils.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("one_block")
 
 
 def test_resumed_run_writes_identical_files(run_train, tmp_path):
@@ -57,10 +60,10 @@ def test_different_paddle_version_triggers_warning(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, tmp_path, environment, capsys):
+def test_resume_with_other_threads_or_instructions_warns(run_train, tmp_path, environment, capsys):
     assert run_train("--epochs", "1")[0] == 0
     folder = tmp_path / "output/Tiny/0"
-    own = folders.read_meta(folder)["cpu"]
+    own = contents.read_meta(folder)["cpu"]
     assert own == cpu.arithmetic() and own["threads"] == int(os.environ["OMP_NUM_THREADS"])
     environment(OMP_NUM_THREADS=str(own["threads"] + 1))
     environment(ONEDNN_MAX_CPU_ISA="AVX2")
@@ -112,7 +115,7 @@ def test_lock_that_is_a_link_raises_and_keeps_target(tmp_path, link):
     else:
         lock.symlink_to(target)
     with pytest.raises(OSError, match="lock is a link"):
-        folders.lock(lock.parent)
+        run_lock.hold(lock.parent)
     with pytest.raises(UsageError, match=r"--output-dir .*: cannot be written \(.*lock is a link\)"):
         restore._clean(lock.parent)
     assert target.exists() == (link != "dangling")
@@ -131,25 +134,25 @@ def test_lock_that_is_not_a_file_raises(tmp_path, make, problem):
 
 def test_lock_replaced_by_pipe_raises(tmp_path, capsys):
     write_checkpoint(tmp_path, "1")
-    file = folders.lock(tmp_path)
+    file = run_lock.hold(tmp_path)
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
     with pytest.raises(OSError, match="is not a regular file"):
-        folders.keep(tmp_path, file)
+        run_lock.keep(tmp_path, file)
 
 
 def test_deleted_lock_is_acquired_again(tmp_path, capsys):
     write_checkpoint(tmp_path, "1")
-    file = folders.lock(tmp_path)
-    assert folders.keep(tmp_path, file) is file
+    file = run_lock.hold(tmp_path)
+    assert run_lock.keep(tmp_path, file) is file
     assert capsys.readouterr().err == ""
     for change in ((tmp_path / ".lock").unlink, lambda: (tmp_path / "other").rename(tmp_path / ".lock")):
         (tmp_path / "other").write_text("")
         change()
-        new = folders.keep(tmp_path, file)
+        new = run_lock.keep(tmp_path, file)
         assert new is not file
         assert f"{tmp_path}/.lock: was deleted or replaced during the run" in capsys.readouterr().err
-        assert folders.keep(tmp_path, new) is new
+        assert run_lock.keep(tmp_path, new) is new
         file = new
 
 
@@ -194,14 +197,13 @@ def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeyp
     assert not (root / "0").exists()
 
 
-def test_closed_stdout_does_not_prevent_checkpoint(run_train, tmp_path, monkeypatch, capsys):
+def test_closed_stdout_does_not_prevent_checkpoint(run_train, tmp_path, capsys):
     """Simulate `train.py | head -1`, where head closes its end of the pipe while the run continues."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as pipe, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", pipe)
+    with open(writer, "w") as pipe, contextlib.redirect_stdout(pipe):
         code, report = run_train()
     assert code == 0
     assert capsys.readouterr().err.count("stdout: can no longer be written (Broken pipe)") == 1
-    assert folders.verify(tmp_path / "output/Tiny/0")["epoch"] == 0
+    assert contents.verify(tmp_path / "output/Tiny/0")["epoch"] == 0
     assert phase(report, [], "val.")["images"] == 23

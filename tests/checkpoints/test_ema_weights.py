@@ -8,7 +8,7 @@ import pytest
 
 from conftest import NHWC, assert_one_error, assert_sparse, losses, phase
 from paddle_resnet import export
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents, folders
 from paddle_resnet.serving import networks
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -69,7 +69,7 @@ def test_best_checkpoint_is_selected_by_accuracy_of_ema_weights(averaged):
     folder, report = averaged
     top1 = [results(report, [epoch])["top1"] for epoch in range(3)]
     assert (folder / "Tiny/best").resolve().name == str(top1.index(max(top1)))
-    assert folders.verify(folder / EPOCH)["best"]["top1"] == max(top1)
+    assert contents.verify(folder / EPOCH)["best"]["top1"] == max(top1)
 
 
 def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsys):
@@ -157,7 +157,7 @@ def test_damaged_ema_weights_are_rejected(run_train, averaged, tmp_path, capsys,
         state = weights(folder / "2")
         del state["conv2d_2.w_0"]
         content = pickle.dumps(state, protocol=4)
-        meta = folders.verify(folder / "2")
+        meta = contents.verify(folder / "2")
         names = meta.pop("files")
         files = {name: lambda f, name=name: f.write((folder / "2" / name).read_bytes()) for name in names}
         files["tiny.pdema"] = lambda f: f.write(content)

@@ -1,26 +1,15 @@
-"""Checkpoint folders, tested with dummy files: validity checks, recovery after SIGKILL, listing and deletion."""
+"""Checkpoint folders, tested with dummy files: writing, recovery after SIGKILL and deletion."""
 
 import errno
-import hashlib
-import json
 import os
-import platform
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from conftest import ROOT
-from helpers import HOLDER, META, write_checkpoint
-from paddle_resnet.checkpoints import folders, restore, saver
-from paddle_resnet.settings.values import FlagValue
-from paddle_resnet.utils import locks
-from paddle_resnet.utils.errors import UsageError
+from helpers import META, write_checkpoint
+from paddle_resnet.checkpoints import contents, folders, run_folders
 
 
 def names(root):
@@ -31,7 +20,7 @@ def test_commit_records_size_and_digest_of_each_file(tmp_path):
     best = {"epoch": 1, "loss": 1.5, "top1": 0.5, "top5": 1, "ips": 20.5}
     folder = write_checkpoint(tmp_path, "3_40", best=best, rate=0.1)
     assert names(folder) == ["a.pdopt", "a.pdparams", "meta.json"]
-    meta = folders.verify(folder)
+    meta = contents.verify(folder)
     assert meta["best"] == best
     assert meta["rate"] == 0.1
     # The digest is the output of `printf abc | sha256sum`.
@@ -63,179 +52,36 @@ def test_commit_replaces_folder_with_same_name(tmp_path):
     (tmp_path / ".3.partial").mkdir()  # a killed program left this folder
     folder = write_checkpoint(tmp_path, "3", "newer")
     assert (folder / "a.pdparams").read_text() == "newer"
-    folders.verify(folder)
+    contents.verify(folder)
     assert names(tmp_path) == ["3"]
     (folder / "b.pdparams").write_text("of the user")  # this file must not replace a file of the next checkpoint
-    folders.verify(folders.commit(tmp_path, "3", {f"b.{end}": lambda f: None for end in ("pdparams", "pdopt")}, META))
+    contents.verify(folders.commit(tmp_path, "3", {f"b.{end}": lambda f: None for end in ("pdparams", "pdopt")}, META))
     assert names(folder) == ["b.pdopt", "b.pdparams", "meta.json"]
     files = {f"c.{end}": lambda f: None for end in ("pdparams", "pdopt")}
     folders.commit(tmp_path, "3", files, META, "marker")
     assert names(folder) == ["c.pdopt", "c.pdparams", "meta.json"]
-    folders.verify(folders.commit(tmp_path / "new/root", "3", files, META, "marker"))
-
-
-def flip_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-def truncate(path):
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def lengthen(path):
-    path.write_bytes(path.read_bytes() + b"x")
-
-
-@pytest.mark.parametrize("file", ["a.pdparams", "a.pdopt", "meta.json"])
-@pytest.mark.parametrize("damage", [flip_bit, truncate, lengthen, lambda path: path.write_bytes(b""), os.remove])
-def test_damaged_file_is_detected_and_reported(tmp_path, file, damage):
-    folder = write_checkpoint(tmp_path, "3")
-    damage(folder / file)
-    with pytest.raises(folders.DamagedError, match=file):
-        folders.verify(folder)
-
-
-def test_flipped_bit_in_meta_json_is_detected_or_harmless(tmp_path):
-    folder = write_checkpoint(tmp_path, "3", rate=0.125)
-    data = (folder / "meta.json").read_bytes()
-    meta, harmless = folders.verify(folder), 0
-    bits = range(0, 8 * len(data), 61)
-    for i in bits:
-        flipped = bytearray(data)
-        flipped[i // 8] ^= 1 << i % 8
-        (folder / "meta.json").write_bytes(flipped)
-        try:
-            assert folders.verify(folder) == meta
-            harmless += 1
-        except folders.DamagedError:
-            pass
-    assert harmless < len(bits) / 8  # a bit flip that replaces one white-space character with another is harmless
-
-
-def test_meta_json_with_unknown_format_is_rejected(tmp_path):
-    folder = write_checkpoint(tmp_path, "3")
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"format": 99}))
-    with pytest.raises(folders.DamagedError, match="format 99, but this version reads format 2"):
-        folders.verify(folder)
-
-
-def test_below_lists_only_checkpoint_names_in_order(tmp_path):
-    for name in ("10", "9", "9_20", "9_3", "9_0", ".9.partial", "x", "9_", "_9", "9_1_2", "-1"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "8").write_text("a file")
-    assert [p.name for p in folders.below(tmp_path)] == ["9_0", "9_3", "9_20", "9", "10"]
-    assert folders.below(tmp_path / "nowhere") == []
-
-
-def test_manifest_counts_the_bytes_of_arrays(tmp_path):
-    array = np.arange(3.0)
-    entry = folders.write_file(tmp_path / "x", lambda file: [file.write(data) for data in (b"abc", array)])
-    data = (tmp_path / "x").read_bytes()
-    assert data == b"abc" + array.tobytes()
-    assert entry == {"size": 27, "sha256": hashlib.sha256(data).hexdigest()}
+    contents.verify(folders.commit(tmp_path / "new/root", "3", files, META, "marker"))
 
 
 def test_kinds_of_folders(tmp_path, capsys):
     write_checkpoint(tmp_path, "1")
-    files = {"2": ["meta.json"], "3": ["x.pdparams"], "4": ["x.pdparams", folders._UNFINISHED], "5": ["x.txt"], "6": []}
+    files = {"2": ["meta.json"], "3": ["x.pdparams"], "4": ["x.pdparams", contents.UNFINISHED], "5": ["x.txt"], "6": []}
     for name in ("2", "3", "4", "5", "6", "7"):
         (tmp_path / name).mkdir()
         for file in files.get(name, []):
             (tmp_path / name / file).write_text("")
     (tmp_path / "7/meta.json").symlink_to("missing")
     # The run was killed after writing meta.json with --checkpoint-commit marker.
-    (write_checkpoint(tmp_path, "8") / folders._UNFINISHED).touch()
-    all_folders = folders.below(tmp_path)
-    assert [folder.name for folder in all_folders if folders.is_checkpoint(folder)] == ["1", "2", "3", "7", "8"]
-    assert [folder.name for folder in all_folders if folders.is_foreign(folder)] == ["3"]
-    assert [folder.name for folder in folders.finished(tmp_path)] == ["1", "2", "3", "7", "8"]
+    (write_checkpoint(tmp_path, "8") / contents.UNFINISHED).touch()
+    all_folders = run_folders.below(tmp_path)
+    assert [folder.name for folder in all_folders if run_folders.is_checkpoint(folder)] == ["1", "2", "3", "7", "8"]
+    assert [folder.name for folder in all_folders if contents.is_foreign(folder)] == ["3"]
+    assert [folder.name for folder in run_folders.finished(tmp_path)] == ["1", "2", "3", "7", "8"]
     (tmp_path / ".latest.partial").symlink_to("1")
     folders.clean(tmp_path)
     folders.delete(tmp_path / "9")
     assert names(tmp_path) == ["1", "2", "3", "5", "7", "8"]
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("files", "prefix", "explicit_prefix"),
-    [
-        (["tiny", "resnet_50_paddle", "x"], "resnet_50_paddle", "tiny"),
-        (["tiny", "x"], "tiny", "tiny"),
-        (["x"], "x", "tiny"),
-        (["x", "y"], "resnet_50_paddle", "tiny"),
-        ([], "resnet_50_paddle", "tiny"),
-    ],
-)
-def test_prefix_of_foreign_files(tmp_path, files, prefix, explicit_prefix):
-    for name in files:
-        (tmp_path / f"{name}.pdparams").touch()
-    assert folders.foreign_prefix(tmp_path, FlagValue("tiny", False)) == prefix
-    assert folders.foreign_prefix(tmp_path, FlagValue("tiny", True)) == explicit_prefix
-    assert folders.prefix(tmp_path, FlagValue("tiny", False)) == tmp_path / prefix
-    written = write_checkpoint(tmp_path, "1")  # its files are called a.pdparams and a.pdopt
-    assert folders.prefix(written, FlagValue("tiny", True)) == written / "a"
-
-
-def test_newest_first_sorts_by_sequence_number(tmp_path):
-    write_checkpoint(tmp_path, "89", sequence=4)
-    write_checkpoint(tmp_path, "0", sequence=6)
-    write_checkpoint(tmp_path, "0_20", sequence=5)
-    (write_checkpoint(tmp_path, "1", sequence=7) / "meta.json").unlink()
-    valid, damaged = folders.newest_first(tmp_path)
-    assert [folder.name for folder, _ in valid] == ["0", "0_20", "89"]
-    assert [(folder.name, "meta.json" in problem) for folder, problem in damaged] == [("1", True)]
-
-
-def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_path, capsys):
-    ranks = [{"loader": {"step": 2, "conditions": {}}, "meters": {}}]
-    inside = write_checkpoint(tmp_path, "1_2", sequence=6, epoch=1, step=2, ranks=ranks)
-    assert folders.resolve(tmp_path) == inside
-    last = write_checkpoint(tmp_path, "0", sequence=5)
-    write_checkpoint(tmp_path, "3", sequence=4, epoch=3)
-    assert folders.resolve(tmp_path) == last
-    folders.mark(tmp_path, "best", "3")
-    # The result is the target of the link, because a run that is still training may change the link.
-    assert folders.resolve(tmp_path) == folders.resolve(tmp_path / "best") == tmp_path / "3"
-    output = capsys.readouterr().out
-    assert f"{tmp_path}: using the checkpoint {last}\n" in output
-    assert f"{tmp_path}: using the checkpoint {tmp_path}/best (3)\n" in output
-    assert "warning" not in output
-    shutil.rmtree(tmp_path / "3")
-    assert folders.resolve(tmp_path) == last
-    assert f"warning: {tmp_path}/best: refers to a missing checkpoint" in capsys.readouterr().out
-
-
-def test_checkpoint_of_a_run_with_only_damaged_checkpoints_is_not_chosen(tmp_path):
-    folder = write_checkpoint(tmp_path, "3")
-    assert folders.resolve(tmp_path) == folder
-    (folder / "meta.json").write_text("{}")
-    assert folders.resolve(tmp_path) == tmp_path
-    write_checkpoint(tmp_path, "4")
-    (tmp_path / "x.pdparams").touch()  # the folder is also a checkpoint of a different program
-    assert folders.resolve(tmp_path) == tmp_path
-
-
-def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    for name in ("Tiny", "Other"):
-        write_checkpoint(tmp_path / name, "1")
-        assert folders.run_in(tmp_path, name) == tmp_path / name
-        if name == "Tiny":  # the only run
-            assert folders.run_in(tmp_path) == folders.run_in(tmp_path, "Other") == tmp_path / name
-    for arch in (None, "Third"):
-        with pytest.raises(
-            UsageError, match=f"{tmp_path}: contains runs of several networks; choose one of .*/Other, .*/Tiny$"
-        ):
-            folders.run_in(tmp_path, arch)
-    write_checkpoint(tmp_path / "Tiny", "best")  # a folder of the user, not a link
-    write_checkpoint(tmp_path / "Tiny/old", "1")
-    (tmp_path / "link").symlink_to("Tiny")
-    for name in ("Tiny", "Tiny/1", "Tiny/best", "missing", "empty", "link"):
-        assert folders.run_in(tmp_path / name, "Other") == tmp_path / name
 
 
 def test_mark_replaces_only_links(tmp_path):
@@ -256,7 +102,7 @@ def test_delete_of_link_keeps_target(tmp_path):
     (tmp_path / "3").symlink_to(folder)
     folders.delete(tmp_path / "3")
     assert names(tmp_path) == ["elsewhere"]
-    folders.verify(folder)
+    contents.verify(folder)
     folders._unmark(folder)  # an unfinished checkpoint
     (tmp_path / "3").symlink_to(folder)
     (folder / "notes.txt").touch()
@@ -302,7 +148,7 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
     (tmp_path / ".4.deleted").mkdir()  # an older version was killed during a deletion
     (tmp_path / "x").rename(tmp_path / ".3.replaced")  # the state that SIGKILL leaves behind
     folders.clean(tmp_path)
-    folders.verify(tmp_path / "3")
+    contents.verify(tmp_path / "3")
     assert (tmp_path / "3/notes.txt").read_text() == "3"
     for form in ("rename", "marker"):
         folders.commit(
@@ -334,7 +180,7 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     capsys.readouterr()
     (tmp_path / "3.old").symlink_to("missing")
     files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}
-    folders.verify(folders.commit(tmp_path, "3", files, META, form))
+    contents.verify(folders.commit(tmp_path, "3", files, META, form))
     assert names(tmp_path) == ["3", "3.old", "3.old1", "5"]
     assert names(tmp_path / "3.old1") == ["resnet_50_paddle.pdparams"]
     problem = "not written by this program (no meta.json), so it is renamed to 3.old1; move it elsewhere"
@@ -357,15 +203,15 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
     monkeypatch.setattr(folders.Path, "rmdir", deny)
     folders.delete(folder)
     assert "3: cannot be deleted (Permission denied); delete it manually" in capsys.readouterr().err
-    assert folders.newest_first(tmp_path)[0] == []
+    assert run_folders.newest_first(tmp_path)[0] == []
     monkeypatch.undo()
     folder = write_checkpoint(tmp_path, "4")
-    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulate SIGKILL before the files are removed
+    monkeypatch.setattr(folders, "_remove_unmarked", lambda path: None)  # simulate SIGKILL before the files are removed
     folders.delete(folder)
-    assert folders.newest_first(tmp_path)[0] == []
+    assert run_folders.newest_first(tmp_path)[0] == []
     write_checkpoint(tmp_path, "5")
     folders.remove_all(tmp_path)
-    assert folders.newest_first(tmp_path)[0] == []
+    assert run_folders.newest_first(tmp_path)[0] == []
     monkeypatch.setattr(folders.Path, "write_text", deny)
     folders.delete(write_checkpoint(tmp_path, "6"))
     assert "6: cannot be deleted (Permission denied); delete it manually" in capsys.readouterr().err
@@ -382,7 +228,7 @@ def test_unreadable_folder_may_contain_a_checkpoint_and_is_kept(tmp_path, monkey
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", deny)
-    assert folders.finished(tmp_path) == [tmp_path / "1"]
+    assert run_folders.finished(tmp_path) == [tmp_path / "1"]
     folders.clean(tmp_path)
     assert listdir(tmp_path) == ["1"]
 
@@ -430,10 +276,10 @@ def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
         folders.mark(root, "latest", "1")
         code = commit_in_a_child(root, form, fatal)
         folders.clean(root)
-        valid, damaged = folders.newest_first(root)
+        valid, damaged = run_folders.newest_first(root)
         content = {folder.name: (folder / "a.pdparams").read_text() for folder, _ in valid}
         for folder, _ in valid:
-            folders.verify(folder)
+            contents.verify(folder)
         newest = valid[0][0].name
         results.add((newest, content[newest], "1" in content))
         assert content[newest] == {"1": "one", "2": "new"}[newest]
@@ -447,79 +293,3 @@ def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
             assert code == fatal > 10
             break
     assert results == {("1", "one", True), ("2", "new", True), ("2", "new", False)}
-
-
-def test_lock_excludes_other_processes_until_exit(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
-    write_checkpoint(tmp_path, "1")
-    (tmp_path / ".2.partial").mkdir()
-    (tmp_path / ".lock").write_text("process 4194304 on a machine with a longer name than this one's\n" * 2)
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout.readline() == "locked\n"
-            for _ in range(2):
-                with pytest.raises(BlockingIOError) as error:
-                    folders.lock(tmp_path)
-                assert error.value.strerror == f"process {holder.pid} on {platform.node()}"
-            # A second run must neither remove unfinished checkpoints of the first run nor build a program.
-            for start in (
-                lambda: saver.check_folder(tmp_path, None, {}, False, True),
-                lambda: restore._clean(tmp_path),
-            ):
-                with pytest.raises(UsageError, match=rf"another run \(process {holder.pid} on .*\) is writing"):
-                    start()
-            assert (tmp_path / ".2.partial").exists()
-        finally:
-            holder.kill()
-            holder.wait()
-        folders.lock(tmp_path).close()
-        folders.lock(tmp_path).close()
-    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
-
-
-def test_lock_file_that_was_deleted_is_locked_again(tmp_path, capsys):
-    with folders.lock(tmp_path) as lock:
-        assert folders.keep(tmp_path, lock) is lock
-        assert capsys.readouterr().err == ""
-        (tmp_path / ".lock").unlink()
-        with folders.keep(tmp_path, lock) as again:
-            assert again is not lock and locks.is_of(again, tmp_path / ".lock")
-        assert f"{tmp_path}/.lock: was deleted or replaced during the run, so" in capsys.readouterr().err
-
-
-def test_meta_json_lists_the_files_of_a_checkpoint(tmp_path):
-    folder, foreign = write_checkpoint(tmp_path, "1"), tmp_path / "foreign"
-    foreign.mkdir()
-    for path in (folder / "notes.txt", foreign / "x.pdparams"):
-        path.touch()
-    assert [folders.contains(folder / name) for name in ("a.pdopt", "notes.txt", "b.pdopt")] == [True, False, False]
-    assert [folders.contains(foreign / name) for name in ("x.pdparams", "x.pdopt")] == [True, False]
-    for name in ("3", "10"):
-        (tmp_path / "theirs" / name).mkdir(parents=True)
-        (tmp_path / "theirs" / name / "x.pdparams").touch()
-    assert folders.newest(tmp_path / "theirs").name == "10"
-    paths = folder / "a.pdparams", folder / "notes.txt", foreign / "x.pdparams"
-    assert [folders.read_listed(path) for path in paths] == [b"abc", None, None]
-    (folder / "a.pdparams").write_text("abd")
-    with pytest.raises(folders.DamagedError, match="a.pdparams does not match its sha256 in meta.json"):
-        folders.read_listed(folder / "a.pdparams")
-    (folder / "a.pdparams").write_text("ab")
-    with pytest.raises(folders.DamagedError, match="a.pdparams has 2 bytes instead of 3"):
-        folders.verify(folder)
-    folders._unmark(folder)
-    with pytest.raises(folders.DamagedError, match="the checkpoint is incomplete or being deleted"):
-        folders.contains(folder / "a.pdopt")
-
-
-def test_run_folder_has_the_name_of_the_network(tmp_path):
-    assert folders.run_folder("runs", "Tiny") == Path("runs/Tiny")
-    assert folders.run_folder(tmp_path, "nets/mine.py:Net") == tmp_path / "Net"
-
-
-def test_file_system_without_locks_triggers_warning(tmp_path, monkeypatch, capsys):
-    def fail(file, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(locks.fcntl, "lockf", fail)
-    folders.lock(tmp_path).close()
-    assert f"{tmp_path}/.lock: the file system does not support locks (No locks available)" in capsys.readouterr().err

@@ -59,13 +59,11 @@ def assert_equal(actual, state):
 
 
 @pytest.mark.parametrize("name", whole(STATE))
-def test_every_format_returns_the_stored_arrays(tmp_path, monkeypatch, name):
-    data = whole(STATE)[name]
-    monkeypatch.setattr(foreign_files, "MAX_BYTES", len(data))
-    assert_equal(read(tmp_path, name, data), STATE)
-    monkeypatch.setattr(foreign_files, "MAX_BYTES", len(data) - 1)
-    with pytest.raises(UnreadableError, match=f"limit {len(data) - 1}"):
-        read(tmp_path, name, data)
+def test_every_format_returns_the_stored_arrays(tmp_path, name):
+    assert_equal(read(tmp_path, name, whole(STATE)[name]), STATE)
+    os.truncate(tmp_path / name, foreign_files.MAX_BYTES + 1)  # a sparse file
+    with pytest.raises(UnreadableError, match=f"limit {foreign_files.MAX_BYTES}"):
+        foreign_files.read(tmp_path / name)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
@@ -306,7 +304,7 @@ def test_changed_bytes_raise_unreadable_error_or_change_values(tmp_path, name):
     """Changed bytes cause no exceptions other than UnreadableError, and no large memory allocations."""
     data, random = whole(STATE)[name], np.random.default_rng(0)
     tracemalloc.start()
-    for _ in range(300):
+    for _ in range(150):
         changed = bytearray(data)
         for at in random.integers(0, len(data), random.integers(1, 4)):
             changed[at] = random.integers(0, 256)

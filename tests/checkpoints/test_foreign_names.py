@@ -2,6 +2,7 @@
 mismatches. Parameters of this project get the names of timm."""
 
 import contextlib
+import functools
 import importlib.util
 import re
 import subprocess
@@ -20,9 +21,23 @@ from paddle_resnet.checkpoints.foreign_names import MismatchError
 from paddle_resnet.models import MODELS, build_model, registered
 
 
-def own(arch, classes=5):
-    with static.program_guard(static.Program(), static.Program()), paddle.utils.unique_name.guard():
-        return foreign_names.parameters(build_model(arch, classes, 3, "NCHW"))
+@functools.cache
+def network(arch):
+    """Build a network of this project for 5 classes and return (program, variable of the logits, parameters). All tests
+    share the network. It computes in float64: in float32, a different order of summation can change the sign of some
+    ReLU inputs, and later layers amplify the difference."""
+    main, dtype = static.Program(), paddle.get_default_dtype()
+    paddle.set_default_dtype("float64")
+    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+        model = build_model(arch, 5, 3, "NCHW")
+        model.eval()
+        out = model(static.data("data", [None, 3, None, None], "float64"))
+    paddle.set_default_dtype(dtype)
+    return main, out, foreign_names.parameters(model)
+
+
+def own(arch):
+    return network(arch)[2]
 
 
 @contextlib.contextmanager
@@ -58,26 +73,12 @@ def as_torch(state, classifier):
     return found | dict.fromkeys(counters, np.array(3))
 
 
-@pytest.fixture
-def float64():
-    """Build networks in float64. In float32, a different order of summation can change the sign of some ReLU inputs,
-    and later layers amplify the difference."""
-    paddle.set_default_dtype("float64")
-    yield
-    paddle.set_default_dtype("float32")
-
-
 def logits(arch, params, images):
-    dtype, main = paddle.get_default_dtype(), static.Program()
-    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
-        data = static.data("data", [None, *images.shape[1:]], dtype)
-        model = build_model(arch, 5, 3, "NCHW")
-        model.eval()
-        out = model(data)
+    main, out, _ = network(arch)
     with static.scope_guard(static.Scope()):
         for name, array in params.items():
-            static.global_scope().var(name).get_tensor().set(array.astype(dtype), paddle.CPUPlace())
-        return static.Executor().run(main, {"data": images.astype(dtype)}, [out])[0]
+            static.global_scope().var(name).get_tensor().set(array.astype("float64"), paddle.CPUPlace())
+        return static.Executor().run(main, {"data": images.astype("float64")}, [out])[0]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def converted(case):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.soak) if case in SLOW else case for case in other_projects.recorded()]
 )
-def test_logits_equal_those_recorded_with_other_projects(float64, case):
+def test_logits_equal_those_recorded_with_other_projects(case):
     expected = other_projects.recorded()[case][1]
     found = logits(case.split(", ")[0], converted(case), other_projects.images())
     scale = np.abs(expected).max()
@@ -148,8 +149,8 @@ def random_parameters(arch, parameters):
 
 @pytest.mark.parametrize("arch", EACH_IN_TIMM)
 def test_conversion_to_timm_is_the_inverse_of_the_conversion(arch):
-    parameters, family = own(arch), MODELS[arch].module
-    arrays = random_parameters(arch, parameters)
+    parameters, family, random = own(arch), MODELS[arch].module, np.random.default_rng(0)
+    arrays = {name: random.random(parameter.shape, np.float32) + 0.1 for name, parameter in parameters.items()}
     tensors = foreign_names.to_timm(family, arrays, parameters)
     found, projects = foreign_names.convert(family, tensors, parameters)
     assert "timm" in projects

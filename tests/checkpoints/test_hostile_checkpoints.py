@@ -20,8 +20,10 @@ import pytest
 from conftest import assert_one_error, losses
 from helpers import META, write_checkpoint
 from paddle_resnet import export
-from paddle_resnet.checkpoints import arrays, folders
+from paddle_resnet.checkpoints import arrays, contents, folders, run_folders
 from paddle_resnet.checkpoints.arrays import UnreadableError
+
+pytestmark = pytest.mark.usefixtures("one_block")
 
 STATE = {
     "conv2d_0.w_0": np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 2, 2),
@@ -129,7 +131,7 @@ def test_commands_do_not_run_code_in_checkpoint(run_train, tmp_path, capsys, com
     data = pickle.dumps(STATE | {"z": Payload(path)}, 4)
     if command == "export":
         assert run_train()[0] == 0
-        meta = folders.verify(tmp_path / "output/Tiny/0")
+        meta = contents.verify(tmp_path / "output/Tiny/0")
         files = {f"tiny.{end}": lambda file: file.write(data) for end in ("pdparams", "pdopt")}
         folders.commit(root, "0", files, {name: value for name, value in meta.items() if name != "files"})
         capsys.readouterr()
@@ -403,20 +405,20 @@ CONTENTS = {
     "deep and truncated": b"[" * 200_000,
     "deep": b'{"a": ' * 50_000 + b"1" + b"}" * 50_000,
     "number of 5,000 digits": b'{"epoch": ' + b"9" * 5000 + b"}",
-    "too large": b" " * (folders.META_LIMIT + 1),
+    "too large": b" " * (contents.META_LIMIT + 1),
 }
 
 
 def craft(folder, meta):
     """Write a meta.json with arbitrary content and a correct checksum."""
     folder.mkdir(exist_ok=True)
-    (folder / "meta.json").write_text(json.dumps({**meta, "checksum": folders._checksum(meta)}))
+    (folder / "meta.json").write_text(json.dumps({**meta, "checksum": contents._checksum(meta)}))
 
 
 @pytest.fixture
 def valid(tmp_path):
     """Return the content of a valid meta.json."""
-    return folders.read_meta(write_checkpoint(tmp_path, "3"))
+    return contents.read_meta(write_checkpoint(tmp_path, "3"))
 
 
 def test_valid_meta_json_is_accepted(tmp_path, valid):
@@ -424,7 +426,7 @@ def test_valid_meta_json_is_accepted(tmp_path, valid):
     valid["trained"] = RESULT | {"loss": None, "images": None, "top1": 1, "top5": 0}
     valid["ranks"] = [{"loader": LOADER, "meters": {"loss": METER | {"not_finite": 0}}}]
     craft(tmp_path / "4", valid)
-    assert folders.read_meta(tmp_path / "4") == valid
+    assert contents.read_meta(tmp_path / "4") == valid
 
 
 DAMAGED_STATES = {
@@ -444,7 +446,7 @@ def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, caps
     assert run_train()[0] == 75
     stop_before()
     folder = tmp_path / "output/Tiny/0_2"
-    meta = folders.read_meta(folder)
+    meta = contents.read_meta(folder)
     [rank] = meta["ranks"]
     pipeline = base64.b64decode(rank["loader"]["pipeline"])
     states = {name: rank["loader"] | damage for name, damage in DAMAGED_STATES.items()}
@@ -470,16 +472,16 @@ def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, caps
 def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
     for value in IMPOSSIBLE[field]:
         craft(tmp_path / "4", valid | {field: value})
-        with pytest.raises(folders.DamagedError) as error:
-            folders.read_meta(tmp_path / "4")
+        with pytest.raises(contents.DamagedError) as error:
+            contents.read_meta(tmp_path / "4")
         limit = " of 3" if (field, value) == ("step", 4) else ""
         assert str(error.value) == f"meta.json is damaged: {field} is {reprlib.repr(value)[:100]}{limit}"
     craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
     if field in ("class_names", "cpu", "evaluations_since_best"):  # older checkpoints do not contain these fields
-        assert field not in folders.read_meta(tmp_path / "4")
+        assert field not in contents.read_meta(tmp_path / "4")
         return
-    with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
-        folders.read_meta(tmp_path / "4")
+    with pytest.raises(contents.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
+        contents.read_meta(tmp_path / "4")
 
 
 def test_positions_of_checkpoint_and_loader_states_must_agree(tmp_path, valid):
@@ -492,10 +494,10 @@ def test_positions_of_checkpoint_and_loader_states_must_agree(tmp_path, valid):
     ):
         craft(tmp_path / "4", valid | changes)
         if problem is None:
-            folders.read_meta(tmp_path / "4")
+            contents.read_meta(tmp_path / "4")
         else:
-            with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {problem}$"):
-                folders.read_meta(tmp_path / "4")
+            with pytest.raises(contents.DamagedError, match=f"^meta.json is damaged: {problem}$"):
+                contents.read_meta(tmp_path / "4")
 
 
 @pytest.mark.timeout(20)
@@ -507,15 +509,15 @@ def test_invalid_meta_json_is_rejected_quickly(tmp_path, kind):
         problem = "meta.json (is damaged|has format None|cannot be read .*limit)"
     else:
         problem = f"meta.json cannot be read .{put(path, kind)}"
-    with pytest.raises(folders.DamagedError, match=problem):
-        folders.read_meta(tmp_path)
+    with pytest.raises(contents.DamagedError, match=problem):
+        contents.read_meta(tmp_path)
 
 
 def test_files_outside_manifest_are_ignored(tmp_path, valid):
     for name in ("other.pdparams", "other.pdopt"):
         (tmp_path / "3" / name).write_bytes(b"x")
-    assert folders.verify(tmp_path / "3")["files"].keys() == {"a.pdparams", "a.pdopt"}
-    assert folders.prefix(tmp_path / "3", None) == tmp_path / "3/a"
+    assert contents.verify(tmp_path / "3")["files"].keys() == {"a.pdparams", "a.pdopt"}
+    assert contents.prefix(tmp_path / "3", None) == tmp_path / "3/a"
 
 
 @pytest.mark.timeout(20)
@@ -523,8 +525,8 @@ def test_files_outside_manifest_are_ignored(tmp_path, valid):
 def test_checkpoint_file_that_is_not_regular_is_rejected_quickly(tmp_path, valid, kind):
     (tmp_path / "3/a.pdopt").unlink()
     problem = put(tmp_path / "3/a.pdopt", kind)
-    with pytest.raises(folders.DamagedError, match=f"a.pdopt cannot be read .{problem}"):
-        folders.verify(tmp_path / "3")
+    with pytest.raises(contents.DamagedError, match=f"a.pdopt cannot be read .{problem}"):
+        contents.verify(tmp_path / "3")
 
 
 def stray(root, valid):
@@ -560,15 +562,15 @@ def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys
     """A resumed run and later saves ignore invalid folders next to the checkpoint of epoch 0."""
     root, flags = tmp_path / "output/Tiny", ["--keep-checkpoints", "2"]
     assert run_train("--epochs", "1")[0] == 0
-    count = stray(root, folders.read_meta(root / "0"))
+    count = stray(root, contents.read_meta(root / "0"))
     capsys.readouterr()
     assert run_train("--epochs", "3", *flags, "--resume")[0] == 0
     output = capsys.readouterr()
     assert "Tiny/0: continuing with epoch 1" in output.out
     assert output.err.count("it is not a valid checkpoint (meta.json") == count
     assert "Traceback" not in output.err
-    assert [p.name for p, _ in folders.newest_first(root)[0]][:2] == ["2", "1"]
-    assert folders.verify(root / "2")["epoch"] == 2
+    assert [p.name for p, _ in run_folders.newest_first(root)[0]][:2] == ["2", "1"]
+    assert contents.verify(root / "2")["epoch"] == 2
 
 
 def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch, capsys):
@@ -617,7 +619,7 @@ def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
 def test_export_reports_invalid_arguments_in_meta_json(run_train, tmp_path, capsys):
     assert run_train()[0] == 0
     folder = tmp_path / "output/Tiny/0"
-    meta = folders.read_meta(folder)
+    meta = contents.read_meta(folder)
     for name, value in [
         ("image_shape", "wide"),
         ("image_shape", [3, 32, 32, 32, 32]),

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import TINY, assert_one_error, phase
 from paddle_resnet import config, dali, export, resolution
-from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.checkpoints import contents, folders, restore
 from paddle_resnet.tools import convert
 from paddle_resnet.utils.mode import Mode
 
@@ -24,12 +24,12 @@ def evaluation(report):
 
 
 def recorded(folder):
-    return {name: folders.verify(folder)["evaluated"][name] for name in RESULTS}
+    return {name: contents.verify(folder)["evaluated"][name] for name in RESULTS}
 
 
 def rewrite(folder, change, root):
     """Copy a checkpoint, apply `change` to its meta.json, and return the new folder."""
-    meta = folders.verify(folder)
+    meta = contents.verify(folder)
     files = {name: lambda f, name=name: f.write((folder / name).read_bytes()) for name in meta["files"]}
     change(meta)
     return folders.commit(root, folder.name, files, {k: v for k, v in meta.items() if k not in ("format", "files")})
@@ -78,7 +78,7 @@ def test_fine_tuning_inherits_preprocessing(run_train, run_bare, tmp_path, capsy
     folder = tmp_path / "output/Tiny/0"
     capsys.readouterr()
     assert run_bare("--from-pretrained-params", folder, "--normalize-mean", "0,0,0")[0] == 0
-    arguments = folders.verify(tmp_path / "bare/Tiny/0")["arguments"]
+    arguments = contents.verify(tmp_path / "bare/Tiny/0")["arguments"]
     expected = {"interp": "cubic", "resize_short": 40, "crop_size": 32, "image_shape": [3, 32, 32], "lr": 0.01}
     assert expected.items() <= arguments.items()
     output = capsys.readouterr()
@@ -97,7 +97,7 @@ def test_rectangular_images_are_inherited(run_train, run_bare, tmp_path):
     assert run_bare("--from-pretrained-params", folder)[0] == 0
     assert run_bare("--resume", "--epochs", "2", "--model-arch-name", "Tiny")[0] == 0
     for epoch in (0, 1):
-        arguments = folders.verify(tmp_path / f"bare/Tiny/{epoch}")["arguments"]
+        arguments = contents.verify(tmp_path / f"bare/Tiny/{epoch}")["arguments"]
         assert {"image_shape": [3, 32, 48], "crop_size": 32, "resize_short": 36}.items() <= arguments.items()
 
 
@@ -172,7 +172,7 @@ def without(flag):
 def test_default_model_prefix_contains_network(run_bare, tmp_path):
     flags = [*without("--model-prefix"), "--epochs", "1"]
     assert run_bare(*flags)[0] == 0
-    assert folders.verify(tmp_path / "bare/Tiny/0")["files"].keys() == {"tiny_paddle.pdparams", "tiny_paddle.pdopt"}
+    assert contents.verify(tmp_path / "bare/Tiny/0")["files"].keys() == {"tiny_paddle.pdparams", "tiny_paddle.pdopt"}
 
 
 @pytest.mark.parametrize("start", ["resume", "checkpoint", "without meta.json"])
@@ -189,14 +189,14 @@ def test_checkpoint_with_old_default_prefix_is_continued(run_train, run_bare, tm
         (folder / "0/meta.json").unlink()
     assert run_bare(*flags)[0] == 0
     prefix = "tiny_paddle" if start == "without meta.json" else "resnet_50_paddle"
-    assert folders.verify(folder / "1")["files"].keys() == {f"{prefix}.pdparams", f"{prefix}.pdopt"}
+    assert contents.verify(folder / "1")["files"].keys() == {f"{prefix}.pdparams", f"{prefix}.pdopt"}
 
 
 def test_resume_inherits_preprocessing(run_train, run_bare, tmp_path):
     assert run_train("--interp", "cubic", "--output-dir", tmp_path / "bare")[0] == 0
     flags = [*without("--interp"), "--epochs", "2", "--resume"]
     assert run_bare(*flags)[0] == 0
-    assert folders.verify(tmp_path / "bare/Tiny/1")["arguments"]["interp"] == "cubic"
+    assert contents.verify(tmp_path / "bare/Tiny/1")["arguments"]["interp"] == "cubic"
 
 
 @pytest.mark.parametrize("start", ["--from-pretrained-params", "--from-checkpoint"])
@@ -204,14 +204,14 @@ def test_resume_finds_run_that_inherited_its_network(run_bare, checkpoint, tmp_p
     """The run folder is named after the network, but the command does not specify the network."""
     flags = [start, checkpoint, "--crop-size", "32", "--resize-short", "36", "--resume"]
     assert run_bare(*flags)[0] == 0
-    meta = folders.verify(tmp_path / "bare/Tiny/0")
+    meta = contents.verify(tmp_path / "bare/Tiny/0")
     assert run_bare(*flags, "--epochs", "2")[0] == 0
-    assert folders.verify(tmp_path / "bare/Tiny/0") == meta
-    assert folders.verify(tmp_path / "bare/Tiny/1")["run"] == meta["run"]
+    assert contents.verify(tmp_path / "bare/Tiny/0") == meta
+    assert contents.verify(tmp_path / "bare/Tiny/1")["run"] == meta["run"]
 
 
 def output_count(folder):
-    return folders.verify(folder)["arguments"]["num_of_class"]
+    return contents.verify(folder)["arguments"]["num_of_class"]
 
 
 @pytest.fixture

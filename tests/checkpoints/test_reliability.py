@@ -17,7 +17,7 @@ from paddle import static
 from conftest import ROOT, TINY, TWO_EPOCHS, assert_one_error, losses, read_report, wait_until
 from helpers import NETWORK_EXAMPLE
 from paddle_resnet import train
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents, run_folders
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]
 
@@ -81,9 +81,9 @@ class Runs:
     def check(self):
         """Verify all checkpoints and return (names of valid checkpoints, names of damaged checkpoints), newest
         first."""
-        valid, damaged = folders.newest_first(self.root)
+        valid, damaged = run_folders.newest_first(self.root)
         for folder, _ in valid:
-            folders.verify(folder)
+            contents.verify(folder)
         return [folder.name for folder, _ in valid], [folder.name for folder, _ in damaged]
 
 
@@ -239,7 +239,7 @@ def test_train_py_stops_on_sigterm(tmp_path):
         stdout, _ = process.communicate(timeout=60)
         assert process.returncode == 75, stdout
         report.unlink(missing_ok=True)
-    assert folders.newest_first(output / "Net")[0]
+    assert run_folders.newest_first(output / "Net")[0]
 
 
 def test_second_sigint_stops_run_immediately(runs):
@@ -313,7 +313,7 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     assert code == signal.SIGTERM, output  # the launcher exits with the signal number, the workers with 75
     assert all_have_exited(runs)
     assert "stopped by SIGTERM; continue with the same command and --resume" in runs.logs()
-    assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint was saved inside an epoch
+    assert run_folders.position(runs.check()[0][0])[1]  # the newest checkpoint was saved inside an epoch
 
     if is_killed:  # kill rank 0 in the second epoch, as soon as the checkpoint of the first epoch exists
         fault = ["--fault", "0 2 killed", "--fault-after", runs.root / "0"]

@@ -14,9 +14,9 @@ import paddle
 import pytest
 from paddle import static
 
-from helpers import METRICS, build, random_batches, variable, write_checkpoint
+from helpers import METRICS, build, locked, random_batches, variable, write_checkpoint
 from paddle_resnet import config
-from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.checkpoints import contents, folders, restore, run_folders, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
@@ -60,15 +60,18 @@ def run(args):
 
 
 @pytest.fixture
-def saved(run):
-    saver, _, _ = run
-    saver.save(4)
-    saver.finish()
-    return saver.folder
+def saved(once, request, tmp_path):
+    """Return a copy of a checkpoint that `run` has saved after epoch 4. All tests share the run."""
 
+    def make(folder):
+        saver, _, _ = request.getfixturevalue("run")
+        saver.save(4)
+        saver.finish()
+        shutil.copytree(tmp_path / "Tiny", folder / "Tiny", symlinks=True)
+        shutil.rmtree(tmp_path / "Tiny")
 
-def fail_to_lock(path, warn):
-    raise BlockingIOError(11, "process 1 on x")
+    folder = once("saved_for_restore", make)
+    return shutil.copytree(folder / "Tiny", tmp_path / "Tiny", symlinks=True) / "4"
 
 
 def find(args, folder=None, epoch=None):
@@ -97,7 +100,7 @@ def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     recorded = {"interp": "cubic", "lr": 0.3, "keep_checkpoints": 7, "num_of_class": 5, "asp": True}
     recorded |= {"model_arch_name": "Tiny", "image_shape": [3, 224, 224]}
     folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded)
-    checkpoint = restore.StartCheckpoint(str(folder), 2, 0, folders.read_meta(folder), start == "resumed")
+    checkpoint = restore.StartCheckpoint(str(folder), 2, 0, contents.read_meta(folder), start == "resumed")
     checkpoint = None if start == "pretrained" else checkpoint
     flags = ["--run-scope", scope, "--from-checkpoint" if checkpoint else "--from-pretrained-params", str(folder)]
     args = config.parse_args(flags)
@@ -126,7 +129,7 @@ def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     assert args.interp == ("linear" if (start, scope) == ("pretrained", "train_eval") else "cubic")
     folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded | {"choose_recipe": True})
     if checkpoint:
-        args, checkpoint = config.parse_args(flags), dataclasses.replace(checkpoint, meta=folders.read_meta(folder))
+        args, checkpoint = config.parse_args(flags), dataclasses.replace(checkpoint, meta=contents.read_meta(folder))
         args.choose_recipe = True
         restore.inherit_flags(args, checkpoint)
         assert "--choose-recipe: has no effect" not in capsys.readouterr().err
@@ -234,7 +237,7 @@ def test_best_evaluation_that_led_to_checkpoint(tmp_path):
         write_checkpoint(
             tmp_path, name, sequence=sequence, epoch=epoch, step=step, evaluated=result, ranks=ranks, run=run
         )
-        return folders.read_meta(tmp_path / name)
+        return contents.read_meta(tmp_path / name)
 
     for name, epoch, step in (("3", 3, None), ("1_3", 1, 3)):
         write(name, 0, epoch, step, 0.95)  # abandoned, because the run was resumed from an earlier checkpoint
@@ -281,16 +284,15 @@ def test_best_evaluation_and_patience(args):
     assert saved[2:] == [(4, None, "trained", None)]
 
 
-def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys, monkeypatch):
+def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys):
     root, args.resume = tmp_path / "Tiny", True
     assert find(args) is None
     assert not root.exists()
     restore._check_default_network(tmp_path / "missing/Tiny")
     (root / ".7.partial").mkdir(parents=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "acquire", fail_to_lock)
-        with pytest.raises(UsageError, match=r"another run \(process 1 on x\) is writing its checkpoints"):
-            find(args)
+    message = r"another run \(process 1 on x\) is writing its checkpoints"
+    with locked(root / ".lock"), pytest.raises(UsageError, match=message):
+        find(args)
     assert (root / ".7.partial").exists()
     assert find(args) is None
     assert not (root / ".7.partial").exists()
@@ -326,7 +328,7 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert saved == tmp_path / "Tiny" / "4"
     assert sorted(p.name for p in saved.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == [".lock", "4", "latest"]
-    meta = folders.verify(saved)
+    meta = contents.verify(saved)
     assert (meta["epoch"], meta["step"], meta["world_size"]) == (4, None, 1)
     assert (meta["classes"], meta["class_names"]) == (["a", "b", "c"], ["ant", "bee", "cat"])
     assert meta["arguments"]["lr"] == 0.01
@@ -429,9 +431,11 @@ def test_restore_between_training_and_evaluation(args, run, capsys):
     assert find(args).label == f"--resume: {saver.folder}"
 
 
-def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved):
+def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run):
     """Two processes resume the same run. While the second process starts, the first process saves and ends."""
     args.resume, (saver, schedule, fetchs) = True, run
+    saver.save(4)
+    saver.finish()
     checkpoint = find(args)
     meta = checkpoint.meta | {"evaluations_since_best": 3}
     resumed = Saver(args, saver._program, schedule, Loader(), fetchs, dataclasses.replace(checkpoint, meta=meta))
@@ -452,13 +456,15 @@ def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved)
     Saver(args, saver._program, schedule, Loader(), fetchs, find(args))
 
 
-def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, saved, tmp_path):
+def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, tmp_path):
     saver, schedule, fetchs = run
+    saver.save(4)
+    saver.finish()
     start, other = find(args, saver.folder), args.copy(output_dir=str(tmp_path / "new"))
     new = Saver(other, saver._program, schedule, Loader(), fetchs, start)
     new.save(4)
     new.finish()
-    assert folders.read_meta(new.folder)["run"] != folders.read_meta(saver.folder)["run"]
+    assert contents.read_meta(new.folder)["run"] != contents.read_meta(saver.folder)["run"]
 
 
 def test_save_on_error_saves_only_with_single_process(run, monkeypatch, shard, capsys):
@@ -550,7 +556,7 @@ def test_same_position_is_saved_once(args, run, tmp_path):
     args.accumulate_steps = 4
     saver.save(1, evaluated={"loss": 1.0, "top1": 0.5, "top5": 1.0, "ips": 9.0})
     saver.finish()
-    meta = folders.read_meta(tmp_path / "Tiny/1")
+    meta = contents.read_meta(tmp_path / "Tiny/1")
     assert (meta["evaluated"]["top1"], meta["sequence"], meta["steps_each_epoch"]) == (0.5, 1, 8)
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
 
@@ -563,7 +569,7 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     saver.save(1)
     with pytest.raises(RunError, match=r"Tiny/1: checkpoint cannot be written \(File exists\); .*; free disk space"):
         saver.save(2)
-    assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
+    assert run_folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
 
 def test_error_if_run_folder_was_deleted(run, tmp_path):
@@ -594,14 +600,14 @@ def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run,
     for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):
         save_evaluated(saver, epoch, top1)
     saver.finish()
-    assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
+    assert [folder.name for folder in run_folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
     assert (tmp_path / "Tiny/best").resolve().name == "2"
-    meta = folders.read_meta(tmp_path / "Tiny/5")
+    meta = contents.read_meta(tmp_path / "Tiny/5")
     assert (meta["best"]["epoch"], meta["evaluations_since_best"]) == (2, 3)
     for saver._loader.step in (1, 2, 3):
         saver.save(6, saver._loader.step)
     saver.finish()
-    assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5", "6_2", "6_3"]
+    assert [folder.name for folder in run_folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5", "6_2", "6_3"]
 
 
 def test_file_in_place_of_a_link_triggers_warning(run, tmp_path, capsys):
@@ -637,7 +643,7 @@ def test_non_finite_value_prevents_checkpoint(run, tmp_path, value):
         saver_module._check_finite(tmp_path, states)
     with pytest.raises(RunError, match=r"because of non-finite values in 3 arrays \(0, 1, 2\); resume"):
         saver_module._check_finite(tmp_path, states[:3])
-    assert folders.finished(tmp_path / "Tiny") == []
+    assert run_folders.finished(tmp_path / "Tiny") == []
 
 
 def test_checkpoint_is_written_asynchronously(args, run, monkeypatch):
@@ -753,7 +759,7 @@ def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
         return restore.origin(None, args.copy(from_pretrained_params=path).part(restore.Options))
 
     assert origin(str(saved / "mine")) == (str(saved), None)
-    assert origin(str(saved / "tiny")) == (str(saved), folders.read_meta(saved))
+    assert origin(str(saved / "tiny")) == (str(saved), contents.read_meta(saved))
     assert origin(None) == (None, None)
     (saved / "meta.json").write_text("damaged")
     with pytest.raises(
@@ -813,12 +819,11 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
         find(args, tmp_path / "theirs", "auto")
 
 
-def test_start_deletes_files_of_killed_run(args, tmp_path, monkeypatch):
+def test_start_deletes_files_of_killed_run(args, tmp_path):
     (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "acquire", fail_to_lock)
-        with pytest.raises(UsageError, match=r"another run \(process 1 on x\) is writing its checkpoints"):
-            Saver(args, None, None, None, {})
+    message = r"another run \(process 1 on x\) is writing its checkpoints"
+    with locked(tmp_path / "Tiny/.lock"), pytest.raises(UsageError, match=message):
+        Saver(args, None, None, None, {})
     assert (tmp_path / "Tiny" / ".7.partial").exists()
     Saver(args, None, None, None, {})
     assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
@@ -831,7 +836,7 @@ def test_start_deletes_files_of_killed_run(args, tmp_path, monkeypatch):
 @pytest.mark.parametrize("resumes", [False, True])
 def test_only_a_resumed_run_continues_the_record_of_its_checkpoint(args, tmp_path, resumes):
     folder = write_checkpoint(tmp_path / "Tiny", "4", epoch=4, run="r", evaluated=METRICS, evaluations_since_best=3)
-    start = restore.StartCheckpoint(str(folder), 5, 0, folders.read_meta(folder), resumes)
+    start = restore.StartCheckpoint(str(folder), 5, 0, contents.read_meta(folder), resumes)
     args.resume, args.overwrite = resumes, not resumes
     saver = Saver(args, None, None, None, {}, start)
     state = saver.best, saver._run == "r", saver._evaluations_since_best

@@ -15,7 +15,7 @@ from paddle.incubate.asp.utils import MaskAlgo
 
 from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet import train
-from paddle_resnet.checkpoints import folders, restore, saver
+from paddle_resnet.checkpoints import contents, folders, restore, saver
 from paddle_resnet.components import sparsity
 from paddle_resnet.job import processes
 from paddle_resnet.step import loop
@@ -375,7 +375,7 @@ def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path,
     assert "Tiny/3: skipped, because it is unusable (tiny.pdopt has" in capsys.readouterr().err
     assert (phase(report, [], "best.")["epoch"], (root / "best").resolve().name) == (3, "3")
     assert phase(report, [], "best.")["val.top1"] == 0.7
-    meta = folders.read_meta(root / "1")
+    meta = contents.read_meta(root / "1")
     saved = restore.StartCheckpoint(str(root / "1"), 2, meta=meta, resumes=True)
     assert saver.best_before(root, saved)["epoch"] == 0
     saved = restore.StartCheckpoint(str(root / "1"), 2, meta=meta | {"run": "a different run"}, resumes=True)

@@ -10,7 +10,7 @@ import pytest
 from paddle import static
 
 from helpers import META, build, random_batches, variable
-from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.checkpoints import contents, folders, restore, variables
 from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
@@ -50,6 +50,13 @@ def load(args, folder, *, is_train=True, seed=7):
             variables.load(args.part(variables.LoadOptions), folder, main, PLACE) == variables.variables(main)[0].keys()
         )
         return {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
+
+
+@pytest.mark.parametrize("flags", [{"lookahead": [6, 0.5]}, {"optimizer": "AdamW"}])
+def test_error_for_different_optimizer_state_names_the_flags(args, saved, flags):
+    remedy = r"use the --optimizer, --lookahead and --amp flags of its training \(--verbose lists the variables\)"
+    with pytest.raises(UsageError, match=rf"does not match the model \(variables: [^)]*missing.*\); {remedy}"):
+        load(args.copy(**flags), saved[0])
 
 
 def test_loaded_variables_are_bit_identical(args, saved):
@@ -147,7 +154,7 @@ def test_damaged_file_is_rejected(args, saved, damage):
 
 
 def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
-    (tmp_path / folders.META).write_text("{")
+    (tmp_path / contents.META).write_text("{")
     (tmp_path / "tiny.pdparams").write_bytes(b"")
     with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: unusable: .*; choose a different checkpoint"):
         label = f"--from-checkpoint {tmp_path}"

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.data.formats import SHARDED
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import workers
 
 TRAIN, VAL = (20, 13, 7), (5, 4, 3)  # images of each class and process
 FORMATS = ("recordio", "tfrecord", "lmdb", "webdataset", "parquet")
@@ -60,14 +60,14 @@ def _write_lists(folder, root, first, is_outside):
 
 def _convert(root):
     """Write all record formats. Threads replace the worker processes, which start slowly."""
-    replaced = convert.ProcessPoolExecutor, convert.signals.die_with_parent
-    convert.ProcessPoolExecutor = lambda count, _, **options: ThreadPoolExecutor(count, **options)
-    convert.signals.die_with_parent = lambda parent: None
+    replaced = workers.ProcessPoolExecutor, workers.signals.die_with_parent
+    workers.ProcessPoolExecutor = lambda count, _, **options: ThreadPoolExecutor(count, **options)
+    workers.signals.die_with_parent = lambda parent: None
     try:
         for name in FORMATS:
             data_files.write(root / "folder", root / name, name, 2)
     finally:
-        convert.ProcessPoolExecutor, convert.signals.die_with_parent = replaced
+        workers.ProcessPoolExecutor, workers.signals.die_with_parent = replaced
 
 
 def _write_tfrecord_from_1(folder, root):

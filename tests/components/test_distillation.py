@@ -18,7 +18,7 @@ from test_weights import tensors
 from conftest import NHWC, assert_one_error, frozen, losses
 from helpers import NETWORK_EXAMPLE, random_batches, variable
 from paddle_resnet import export, predict, program, train, weights
-from paddle_resnet.checkpoints import folders, teachers
+from paddle_resnet.checkpoints import contents, teachers
 from paddle_resnet.job import agreement
 from paddle_resnet.models import divergence, loss_head
 from paddle_resnet.native import build as native
@@ -240,7 +240,7 @@ def test_run_folder_and_averages_are_used(run_train, tmp_path, capsys):
     assert f"using the checkpoint {tmp_path / 'teachers/Tiny'}" in capsys.readouterr().out
     meta = json.loads((tmp_path / "output/TinyMobile/0/meta.json").read_text())
     assert meta["teacher"]["folder"] == meta["arguments"]["teacher"] == str(best)
-    assert meta["teacher"]["sha256"] == folders.read_meta(best)["files"]["tiny.pdema"]["sha256"]
+    assert meta["teacher"]["sha256"] == contents.read_meta(best)["files"]["tiny.pdema"]["sha256"]
 
 
 @pytest.mark.parametrize("flags", [["--asp", "--prune-model"], ["--qat"], ["--image-shape", "4,32,32"]])
@@ -317,9 +317,9 @@ def test_teacher_is_in_half_precision_with_amp(parse, gpu_lists, checkpoint, dty
 
 def edit(folder, **changes):
     """Change entries in the meta.json of a checkpoint, with a correct checksum."""
-    meta = folders.read_meta(folder)
+    meta = contents.read_meta(folder)
     meta |= {name: change(meta[name]) for name, change in changes.items()}
-    (folder / "meta.json").write_text(json.dumps({**meta, "checksum": folders._checksum(meta)}))
+    (folder / "meta.json").write_text(json.dumps({**meta, "checksum": contents._checksum(meta)}))
 
 
 def flip_last_bit(path):
@@ -329,7 +329,7 @@ def flip_last_bit(path):
 def write_nan(folder):
     path = folder / "tiny.pdparams"
     path.write_bytes(pickle.dumps(arrays(path) | {"linear_0.b_0": np.full(3, np.nan, "float32")}))
-    written = folders.write_file(path.with_name("again"), lambda f: f.write(path.read_bytes()))
+    written = contents.write_file(path.with_name("again"), lambda f: f.write(path.read_bytes()))
     edit(folder, files=lambda files: files | {"tiny.pdparams": written})
 
 
@@ -526,5 +526,5 @@ def test_ranks_compare_weights_of_teacher(parse, checkpoint, monkeypatch):
     main = static.Program()
     program.build(frozen(parse(*STUDENT, "--teacher", checkpoint)), main, static.Program(), 1)
     agreement.check_work("paddle", None, None, main)
-    sha256 = folders.read_meta(checkpoint)["files"]["tiny.pdparams"]["sha256"]
+    sha256 = contents.read_meta(checkpoint)["files"]["tiny.pdparams"]["sha256"]
     assert compared["weights of --teacher (hash)"] == sha256[:8]

@@ -11,7 +11,7 @@ from paddle import static
 from conftest import NHWC, frozen, losses
 from helpers import build, random_batches, variable
 from paddle_resnet import program
-from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.checkpoints import run_folders, variables
 from paddle_resnet.native import build as native
 from paddle_resnet.step import facts
 from paddle_resnet.utils.errors import UsageError
@@ -127,7 +127,7 @@ def test_slow_weights_start_at_loaded_weights(run_train, checkpoint, tmp_path, s
         checkpoint = tmp_path / "dense/Tiny/0"
     assert run_train(*flags, *start, checkpoint)[0] == 0
     before = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
-    folder = folders.newest(tmp_path / "output/Tiny")
+    folder = run_folders.newest(tmp_path / "output/Tiny")
     after, state = (pickle.loads((folder / f"tiny.{suffix}").read_bytes()) for suffix in ("pdparams", "pdopt"))
     for name in ("conv2d_3.w_0", "linear_0.b_0"):
         expected = before[name] * after.get(f"{name}.asp_mask", 1)

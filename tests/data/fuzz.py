@@ -32,7 +32,7 @@ import paddle_resnet  # noqa: F401  sets environment variables before Paddle is 
 from paddle_resnet import config, dali, resolution
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.tools import convert, verify
+from paddle_resnet.tools import verify, workers
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -240,8 +240,8 @@ def run(base, work, data_format, number, intact, contents):
 
 
 def main(folder, *mutations):
-    convert.ProcessPoolExecutor = lambda count, _, **options: ThreadPoolExecutor(count, **options)
-    convert.signals.die_with_parent = lambda parent: None
+    workers.ProcessPoolExecutor = lambda count, _, **options: ThreadPoolExecutor(count, **options)
+    workers.signals.die_with_parent = lambda parent: None
     base = Path(folder) / "base"
     if not base.exists():
         make(base)

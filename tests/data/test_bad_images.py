@@ -18,12 +18,14 @@ from tfrecord import TFRecordWriter
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes
 from paddle_resnet.data import root as root_module
-from paddle_resnet.data.formats import INDEXED, RECORDS, filelist, read_image, recordio, tfrecord
+from paddle_resnet.data.formats import INDEXED, RECORDS, read_image, recordio, tfrecord
 from paddle_resnet.data.formats.lmdb import datum_class
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.errors import DataError
 from paddle_resnet.utils.mode import Mode
+
+pytestmark = pytest.mark.usefixtures("one_block")
 
 
 def test_stream_without_descriptor(tmp_path):
@@ -164,29 +166,31 @@ def test_bad_label_among_labels_from_1_is_reported_and_can_be_skipped(
     assert run_train("--run-scope", "train_only", "--skip-list", bad_list, image_root=root)[0] == 0
 
 
-def test_search_for_a_record_ends_after_deadline(tmp_path, monkeypatch):
+def test_search_for_a_record_ends_after_deadline(tmp_path):
     (tmp_path / "x").write_bytes(b"7")
     image = ListedImage("x@0", str(tmp_path / "x"), None, "webdataset", (0, 1, 0, 1))
     data_set = SimpleNamespace(records=lambda: iter([image, image]))
     for message in ("Requested shape:\t1\n", "Requested shape:\t10\n"):
         assert bad_images.bad_record(message, data_set, "root") is None
-    monkeypatch.setattr(bad_images, "SEARCH_S", -1)
     problem = f"root: a record after {image.full_name} is not an image with one label; write it again"
-    assert bad_images.bad_record("Requested shape:\t1\n", data_set, "root") == problem
-    assert bad_images.bad_record("Requested shape:\t10\n", data_set, "root") is None
+    assert bad_images.bad_record("Requested shape:\t1\n", data_set, "root", search_s=-1) == problem
+    assert bad_images.bad_record("Requested shape:\t10\n", data_set, "root", search_s=-1) is None
 
 
 @pytest.mark.parametrize("root", ["data/z", "./data/z", "my data/z"])
-def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, monkeypatch, root):
-    monkeypatch.chdir(tmp_path)
-    # Simulate a file that is deleted right after the check.
-    monkeypatch.setattr(filelist, "check_listed", lambda *args: None)
+def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, work_in, root):
+    """The file is deleted after the check of the list. At that time, the loader has read only the first batches."""
+    work_in(tmp_path)
     shutil.copytree(photos, root)
-    (tmp_path / root / "train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
+    deleted = tmp_path / root / "val/class0/99.jpg"
+    shutil.copy(photos / "val/class0/00.jpg", deleted)
+    (tmp_path / root / "val.txt").write_text("val/class0/00.jpg 0\n" * 99 + "val/class0/99.jpg 0\n")
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5", "--allow-one-class")
+    loader = dali.build_dataloader(args, Mode.EVAL)
+    deleted.unlink()
     with pytest.raises(DataError) as e:
-        list(dali.build_dataloader(args, Mode.TRAIN))
-    assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be opened (rank 0); make it readable, or run")
+        list(loader)
+    assert str(e.value).startswith(f"{root}/val/class0/99.jpg: cannot be opened (rank 0); make it readable, or run")
     assert f"paddle_resnet.dataset verify {shlex.quote(root)} --fix-list bad.txt`" in str(e.value)
 
 

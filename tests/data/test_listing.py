@@ -694,9 +694,12 @@ def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, work_in):
         layout.check_root(".")
 
 
-def test_record_files_are_sorted(tmp_path, monkeypatch):
-    names = [f"train-{i:06d}.tar" for i in range(3)]
-    monkeypatch.setattr(os, "listdir", lambda path: [*reversed(names), "train.rec"])
+def test_record_files_are_sorted(tmp_path):
+    """The order in which the file system lists files depends on their names and on the order of their creation."""
+    names = [f"train-{i:06d}.tar" for i in range(30)]
+    for name in [*names[::3], *names[2::3], *names[1::3], "train.rec"]:
+        (tmp_path / name).touch()
+    assert [name for name in os.listdir(tmp_path) if name in names] != names
     assert RECORDS["webdataset"].detect(tmp_path, Mode.TRAIN) == [f"{tmp_path}/{name}" for name in names]
 
 

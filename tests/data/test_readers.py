@@ -20,10 +20,8 @@ from tfrecord import TFRecordWriter
 
 from paddle_resnet.data import bad_images, shards, skip_list
 from paddle_resnet.data import data_set as data_sets
-from paddle_resnet.data import root as root_module
 from paddle_resnet.data.data_set import BalancedSampler
 from paddle_resnet.data.formats import FILES, RECORDS, folder, read_image, recordio, tfrecord
-from paddle_resnet.data.formats import lmdb as lmdb_format
 from paddle_resnet.data.images import IMAGE_SUFFIXES
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert
@@ -454,9 +452,8 @@ def test_lmdb_with_skip_list_is_rejected(converted):
     assert open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
 
 
-def test_lmdb_without_records_is_rejected(tmp_path, monkeypatch):
-    (tmp_path / "val_lmdb").mkdir()
-    monkeypatch.setattr(lmdb_format, "count", lambda folder: 0)
+def test_lmdb_without_records_is_rejected(tmp_path):
+    data_files.write_lmdb(tmp_path / "val_lmdb", [])
     assert "val_lmdb: contains no records; write it" in error_of(tmp_path, Mode.EVAL, data_format="lmdb")
 
 
@@ -468,19 +465,22 @@ def test_webdataset_labels_are_decimal_digits(tmp_path, text):
     assert contents(data_set) == [("x", int(text))]
 
 
-def test_invalid_labels_become_negative(tmp_path, monkeypatch):
+def test_invalid_labels_become_negative(tmp_path):
     """Only some of the labels are checked before the run."""
-    monkeypatch.setattr(root_module, "CHECKED_LABELS", 1)
-    texts = [b"1", b"7x", b" 7", b"7 7", b"", b" ", b"x", b"-7", b"7\0", b"1234567890", b"123456789"]
+    texts = [b"7x", b" 7", b"7 7", b"", b" ", b"x", b"-7", b"7\0", b"1234567890", b"123456789"]
+    texts, places = data_files.unchecked(texts, b"1")
     with open(tmp_path / "val-0.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
         for i, text in enumerate(texts):
             writer.write({"__key__": str(i), "jpg": b"x", "cls": text})
     labels = [label for _, label in contents(open_split(str(tmp_path), "webdataset", Mode.EVAL, 10, 0))]
-    assert labels == [1, *[-1] * 9, 123456789]
-    heads = [recordio.HEAD.pack(0, label, 0, 0) for label in (1, 2.5, 0.999, 3, -4)]
+    assert [labels[i] for i in places] == [*[-1] * 9, 123456789]
+    assert labels.count(1) == len(texts) - len(places)
+    labels, places = data_files.unchecked([2.5, 0.999, 3, -4], 1)
+    heads = [recordio.HEAD.pack(0, label, 0, 0) for label in labels]
     (tmp_path / "val.rec").write_bytes(b"".join(recordio.encode(head + b"x") for head in heads))
     labels = [label for _, label in contents(open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0))]
-    assert labels == [1, -1, -1, 3, -4]
+    assert [labels[i] for i in places] == [-1, -1, 3, -4]
+    assert labels.count(1) == len(heads) - len(places)
 
 
 def test_recordio_label_may_follow_the_header(tmp_path):
@@ -499,17 +499,17 @@ def test_label_of_every_shard_is_checked(tmp_path):
     assert "val-1.tar: has label 9, but" in error_of(tmp_path, Mode.EVAL, 3, "webdataset")
 
 
-def test_tfrecord_without_label_stops_loader(tmp_path, monkeypatch):
+def test_tfrecord_without_label_stops_loader(tmp_path):
     """Only some of the records are checked before the run."""
-    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
+    labels, [place] = data_files.unchecked([None], 1)
     with contextlib.closing(TFRecordWriter(str(tmp_path / "val-00000-of-00001"))) as writer:
-        for label in (1, None, 0):
+        for label in labels:
             fields = {} if label is None else {tfrecord.LABEL: (label, "int")}
             writer.write({tfrecord.IMAGE: (b"x", "byte"), **fields})
     data_set = open_split(str(tmp_path), "tfrecord", Mode.EVAL, 3, 0)
-    assert contents(data_set, 1) == [("x", 1)]
+    assert contents(data_set, place) == [("x", 1)] * place
     with pytest.raises(RuntimeError):
-        contents(data_set, 1, shard_id=1, num_shards=3)
+        contents(data_set, 1, shard_id=place, num_shards=len(labels))  # a batch that contains only this record
 
 
 @pytest.mark.parametrize(

@@ -146,28 +146,6 @@ def test_class_folders_are_not_taken_for_other_layouts(colored, tmp_path, capsys
     assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {colored}: {problem} {colored}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("a.csv", "image_id,label\n", True),
-        ("a.csv", "\ufeffID,Breed\n", True),
-        ("a.csv", "id;x\n", True),
-        ("a.tsv", "File Name\tother\tclass\n", True),
-        ("a.jsonl", '{"file_name": "x", "label": 3}\n', True),
-        ("a.csv", "id,x,y2\n", False),
-        ("a.csv", "x,label\n", False),
-        ("sample_submission.csv", "id,label\n", False),
-        ("a.jsonl", "[1]\n", False),
-        ("a.jsonl", "{\n", False),
-        ("a.csv", "", False),
-    ],
-)
-def test_tables_are_recognized_by_their_columns(tmp_path, name, text, expected):
-    put(tmp_path / name, text)
-    assert sniffer.is_table(str(tmp_path / name)) is expected
-    assert not sniffer.is_table(str(tmp_path))
-
-
 def test_npz_files_without_images_are_not_a_data_set(tmp_path):
     np.savez(tmp_path / "embeddings.npz", a=np.zeros(3))
     assert not [sight for sight in sniffer.look(tmp_path) if sight.kind]

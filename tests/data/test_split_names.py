@@ -17,7 +17,7 @@ from paddle_resnet.tools import convert
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
-pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache", "one_block")
 
 
 def shown(root, capsys):

@@ -11,9 +11,9 @@ import pytest
 from paddle_resnet.job import channel
 
 
-def run(scenario):
-    """Start a server and run the coroutine function `scenario` with the server address and the list of received
-    messages. Each item of the list is (rank, message)."""
+def run(scenario, **options):
+    """Start a server with further arguments of channel.serve, and run the coroutine function `scenario` with the server
+    address and the list of received messages. Each item of the list is (rank, message)."""
 
     async def run():
         received = []
@@ -23,7 +23,7 @@ def run(scenario):
                 received.append((rank, message))
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            await channel.serve(listener, "key", 2, welcome)
+            await channel.serve(listener, "key", 2, welcome, **options)
             return await asyncio.wait_for(scenario(listener.getsockname(), received), 40)
 
     return asyncio.run(run())
@@ -147,36 +147,40 @@ def test_unauthenticated_clients_do_not_disconnect_rank():
     assert run(scenario) == [(0, {"at": "home"}), (0, {"at": "work"})]
 
 
-def test_both_ends_detect_lost_connections(monkeypatch):
-    kept, keep = [], channel._keep_alive
+def test_both_ends_detect_lost_connections():
+    async def scenario():
+        ends, served = [], asyncio.Event()
 
-    def keep_alive(writer):
-        keep(writer)
-        kept.append(writer.get_extra_info("socket"))
-        assert kept[-1].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        for name, value in (("USER_TIMEOUT", 30_000), ("KEEPIDLE", 15), ("KEEPINTVL", 5), ("KEEPCNT", 3)):
-            assert kept[-1].getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")) == value
+        async def welcome(rank, reader, writer):
+            ends.append(writer)
+            served.set()
+            await reader.read()
 
-    monkeypatch.setattr(channel, "_keep_alive", keep_alive)
-    assert run(rank_is_served)
-    assert len(kept) == 2
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await channel.serve(listener, "key", 2, welcome)
+            ends.append((await channel.connect(*listener.getsockname(), "key", 1))[1])
+            await asyncio.wait_for(served.wait(), 40)
+            for end in (end.get_extra_info("socket") for end in ends):
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                for name, value in (("USER_TIMEOUT", 30_000), ("KEEPIDLE", 15), ("KEEPINTVL", 5), ("KEEPCNT", 3)):
+                    assert end.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")) == value
+            ends[1].close()
+        assert len(ends) == 2
+
+    asyncio.run(scenario())
 
 
-def test_idle_unauthenticated_client_is_disconnected(monkeypatch):
-    monkeypatch.setattr(channel, "KEY_S", 0.1)
-
+def test_idle_unauthenticated_client_is_disconnected():
     async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
         assert await reader.read() == b""
         writer.close()
 
-    run(scenario)
+    run(scenario, key_s=0.1)
 
 
 @pytest.mark.parametrize("answer", [b"", b"{}\n", b'{"accepted": 0}\n', b"x" * 2 * channel.LINE_BYTES])
-def test_rank_rejects_other_servers(monkeypatch, answer):
-    monkeypatch.setattr(channel, "CONNECT_S", 0)
-
+def test_rank_rejects_other_servers(answer):
     async def other(reader, writer):
         writer.write(answer)
         writer.close()
@@ -184,6 +188,6 @@ def test_rank_rejects_other_servers(monkeypatch, answer):
     async def run():
         async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
             with pytest.raises(OSError, match="does not belong to this job"):
-                await channel.connect(*server.sockets[0].getsockname(), "key", 1)
+                await channel.connect(*server.sockets[0].getsockname(), "key", 1, connect_s=0)
 
     asyncio.run(run())

@@ -28,7 +28,7 @@ from conftest import (
     read_report,
     wait_until,
 )
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents, run_folders
 from paddle_resnet.native import build as native
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
@@ -295,7 +295,7 @@ def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message)
     assert ("Traceback" in logs[int(rank)]) == (kind == "raises")
     wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits shortly after its rank
     assert (tmp_path / "output/Tiny/latest").resolve().name == "0"
-    folders.verify(tmp_path / "output/Tiny/0")
+    contents.verify(tmp_path / "output/Tiny/0")
 
 
 def assert_change_is_reported(logs, message):
@@ -320,7 +320,7 @@ def test_changed_bit_on_one_rank_stops_job(launch, tmp_path, processes, flags, m
     code, logs = launch(processes, *TWO_EPOCHS, *flags, *fault, succeeds=False)
     assert code == 1
     assert_change_is_reported(logs, message)
-    assert not {path.name for path in folders.finished(tmp_path / "output/Tiny")} & {"1", "1_1"}
+    assert not {path.name for path in run_folders.finished(tmp_path / "output/Tiny")} & {"1", "1_1"}
 
 
 @pytest.mark.soak
@@ -404,7 +404,7 @@ def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
     assert re.search(
         r"stopped by (SIGTERM|a signal to another process); continue with the same command and --resume", log
     )
-    folders.verify((tmp_path / "output/Tiny/latest").resolve())
+    contents.verify((tmp_path / "output/Tiny/latest").resolve())
 
 
 @pytest.mark.soak

@@ -83,21 +83,17 @@ def test_process_exits_if_monitor_exits_with_unread_message(pair, ended):
     assert ended == [1]
 
 
-def test_process_exits_if_log_is_not_writable(pair, ended, monkeypatch):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_process_exits_if_log_is_not_writable(pair, ended):
     _, monitor = pair
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(watchdog.sys, "stderr", full)
-        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
         monitor.close()
         wait_until(lambda: ended, 10)
-        monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            full.close()
 
 
-def test_main_thread_waits_if_monitor_ends_process(pair, ended, monkeypatch):
-    monkeypatch.setattr(watchdog, "LEAVE_S", 60)
+def test_main_thread_waits_if_monitor_ends_process(pair, ended):
     one, monitor = pair
+    one._leave_s = 60
     monitor.sendall(b"\1")
     wait_until(lambda: ended, 10)
     main = threading.Thread(target=one.leave, args=({"failed": "ZeroDivisionError", "code": 1},), daemon=True)
@@ -119,9 +115,9 @@ def test_rank_leaves_after_reply_of_monitor(pair, ended):
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_monitor_that_does_not_exit_is_killed(pair, ended, monkeypatch, answers):
-    monkeypatch.setattr(watchdog, "LEAVE_S", 0.05)
+def test_monitor_that_does_not_exit_is_killed(pair, ended, answers):
     one, monitor = pair
+    one._leave_s = 0.05
     with subprocess.Popen(["sleep", "1000"]) as process:
         wait, waits_s = process.wait, []
         process.wait = lambda timeout=None: waits_s.append(timeout) or wait(timeout)

@@ -24,16 +24,14 @@ from paddle_resnet.machine import cpu
     ],
     ids=["x86", "ARM", "without flags", "without file"],
 )
-def test_threads_and_instructions(tmp_path, monkeypatch, text, instructions):
+def test_threads_and_instructions(tmp_path, environment, text, instructions):
+    info = tmp_path / "cpuinfo"
     if text is not None:
-        (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(cpu, "_INFO", tmp_path / "cpuinfo")
-    for name in cpu._LIMITS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert cpu.arithmetic() == {"threads": 3, "instructions": instructions}
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    assert cpu.arithmetic()["instructions"] == f"{instructions} ONEDNN_MAX_CPU_ISA=SSE41".strip()
+        info.write_text(text)
+    environment(**dict.fromkeys(cpu._LIMITS), OMP_NUM_THREADS=3)
+    assert cpu.arithmetic(info) == {"threads": 3, "instructions": instructions}
+    environment(ONEDNN_MAX_CPU_ISA="SSE41")
+    assert cpu.arithmetic(info)["instructions"] == f"{instructions} ONEDNN_MAX_CPU_ISA=SSE41".strip()
 
 
 def test_paddle_sets_number_of_threads():

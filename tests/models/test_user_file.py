@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, assert_one_error, losses
 from helpers import NETWORK_EXAMPLE
 from paddle_resnet import export, models, predict
-from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.checkpoints import contents, restore
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
 from paddle_resnet.serving import onnx_writer
@@ -47,7 +47,7 @@ def trained(own_run, file, tmp_path):
 def test_example_supports_resume_evaluation_export_and_prediction(
     own_run, file, trained, photos, tmp_path, capsys, monkeypatch
 ):
-    meta = folders.read_meta(trained / "0")
+    meta = contents.read_meta(trained / "0")
     assert meta["arguments"]["model_arch_name"] == "net.py:Net"
     assert meta["network_sha256"] == user_file.sha256("net.py:Net")
     assert own_run("--resume", "--epochs", "2")[0] == 0
@@ -141,7 +141,7 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "3")[0] == 0
     output = capsys.readouterr()
     assert f"elsewhere.py:Net: the file has changed since the training of {trained}/1" in output.out + output.err
-    meta = folders.read_meta(trained / "0")
+    meta = contents.read_meta(trained / "0")
     assert restore.recorded_flags(trained / "0", meta, f"{moved}:Other").model_arch_name == "net.py:Net"
     moved.write_text(MARKED.replace("32", "48"))
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "4")[0] == 2

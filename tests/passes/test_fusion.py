@@ -104,27 +104,33 @@ def test_custom_operators_compute_all_convolutions_on_a_cpu(parse, register, net
         assert not types & {"conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad"}
 
 
-def assert_same_training(monkeypatch, args, unfused):
-    """Assert that fusion does not change losses and variables. Both runs use Paddle's kernels for BN and for the
-    functions of fusion.py in `unfused`. With different BN kernels, rounding would decide whether ReLU6 propagates the
-    gradient of some pixels."""
-    for name in ("_fuse_training", *unfused):
-        monkeypatch.setattr(fusion, name, lambda graph, op: None)
-    batches = random_batches(2, (32, 32, 4))
-    (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
-    np.testing.assert_allclose(result, expected, rtol=1e-6)
-    for name, value in plain.items():
-        np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
+@pytest.fixture
+def assert_same_training(monkeypatch):
+    """Return a function that asserts that fusion does not change losses and variables. Both runs use Paddle's kernels
+    for BN and for the functions of fusion.py in `unfused`. With different BN kernels, rounding would decide whether
+    ReLU6 propagates the gradient of some pixels."""
+
+    def assert_same_training(args, unfused):
+        for name in ("_fuse_training", *unfused):
+            monkeypatch.setattr(fusion, name, lambda graph, op: None)
+        batches = random_batches(2, (32, 32, 4))
+        (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
+        for name, value in plain.items():
+            atol = 1e-5 * np.abs(value).max() + 1e-6
+            np.testing.assert_allclose(fused[name], value, rtol=0, atol=atol, err_msg=name)
+
+    return assert_same_training
 
 
-def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
-    assert_same_training(monkeypatch, parse(*NHWC, "--model-arch-name", "TinyMobile"), unfused=())
+def test_fused_training_with_depthwise_convolutions_has_same_results(parse, assert_same_training):
+    assert_same_training(parse(*NHWC, "--model-arch-name", "TinyMobile"), unfused=())
 
 
 @pytest.mark.parametrize("network", MOBILE)
-def test_fused_training_of_mobile_network_has_same_results(parse, monkeypatch, network):
-    monkeypatch.setitem(models.MODELS, "Tiny", MOBILE[network])
-    assert_same_training(monkeypatch, parse(*NHWC), unfused=["_fuse_depthwise_conv"])
+def test_fused_training_of_mobile_network_has_same_results(parse, register, assert_same_training, network):
+    register("Tiny", MOBILE[network])
+    assert_same_training(parse(*NHWC), unfused=["_fuse_depthwise_conv"])
 
 
 @pytest.fixture
@@ -135,9 +141,9 @@ def pointwise_kernels(monkeypatch):
     monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
 
 
-def test_fused_training_with_pointwise_convolutions_has_same_results(parse, monkeypatch, pointwise_kernels):
+def test_fused_training_with_pointwise_convolutions_has_same_results(parse, assert_same_training, pointwise_kernels):
     args = parse(*NHWC, "--model-arch-name", "TinyMobile")
-    assert_same_training(monkeypatch, args, unfused=["_fuse_depthwise_conv"])
+    assert_same_training(args, unfused=["_fuse_depthwise_conv"])
 
 
 def test_filter_gradients_of_narrow_pointwise_convolutions_use_custom_operator(parse, pointwise_kernels):

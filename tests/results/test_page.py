@@ -892,7 +892,7 @@ def mutated_table(rows, generator):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [8, pytest.param(60, marks=pytest.mark.soak)])
 def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch, count):
     """The command must neither raise an exception nor hang. The command must either write a page, or exit with code 2
     and an error message that contains the path."""

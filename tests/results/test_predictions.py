@@ -21,6 +21,8 @@ from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import TopMeter
 from paddle_resnet.utils.mode import Mode
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 KERNELS = [[], *([["--kernels", "native", "--data-layout", "NHWC"]] if native.missing() is None else [])]
 
 

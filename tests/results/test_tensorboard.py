@@ -15,6 +15,8 @@ import yaml
 from conftest import ROOT, losses, phase, read_report, strict_json
 from paddle_resnet.results import tensorboard as results
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 tensorboard = pytest.importorskip("tensorboardX")
 
 

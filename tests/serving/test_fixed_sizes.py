@@ -15,10 +15,15 @@ def fast_model(checkpoint, sizes, tta="none"):
     return Model("captured step", network.description, lambda images: [steps(images)], steps=steps)
 
 
-@pytest.mark.parametrize("tta", ["none", "flip"])
-@pytest.mark.parametrize("shape", ["3,32,32", "4,48,32"])
+@pytest.mark.parametrize(
+    ("shape", "tta"),
+    [
+        *(("3,32,32", "none"), ("4,48,32", "flip")),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("3,32,32", "flip"), ("4,48,32", "none"))),
+    ],
+)
 def test_fast_network_matches_reference(run_train, tmp_path, photo_paths, shape, tta):
-    run_train("--image-shape", shape)
+    run_train("--image-shape", shape, "--run-scope", "train_only")
     checkpoint = tmp_path / "output/Tiny/0"
     expected = image_files.predict(inference.open_model(checkpoint, "cpu", tta=tta), photo_paths)
     model = fast_model(checkpoint, [8], tta)

@@ -1,3 +1,4 @@
+import functools
 import http.client
 import io
 import json
@@ -101,6 +102,12 @@ def corner(checkpoint_of):
     return checkpoint_of(Corner)
 
 
+@functools.cache
+def opened(path):
+    """Return (model for heat maps, model for predictions) of a checkpoint. All tests share them."""
+    return heat_maps.open_model(path), networks.load_checkpoint(path).model()
+
+
 def image(size, corner, color=RED, orientation=1, suffix="png", square=24):
     """Return an image file: nearly gray, with a square of a color in a corner of the upright image."""
     width, height = size
@@ -126,8 +133,7 @@ def hottest(heat):
 @pytest.mark.parametrize("corner_name", ["top left", "top right", "bottom left", "bottom right"])
 @pytest.mark.parametrize(("size", "orientation"), [((48, 48), 1), ((64, 40), 1), ((64, 40), 6), ((40, 64), 8)])
 def test_maximum_is_in_the_corner_that_determines_the_class(checkpoint_of, network, corner_name, size, orientation):
-    path = checkpoint_of(network)
-    model, predictor = heat_maps.open_model(path), networks.load_checkpoint(path).model()
+    model, predictor = opened(checkpoint_of(network))
     for color, label in ((RED, 0), (BLUE, 2)):
         data = image(size, corner_name, color, orientation)
         images = heat_maps.preprocessing.model_input(io.BytesIO(data), model.description)
@@ -170,7 +176,7 @@ def test_mean_of_the_map_is_the_derivative_of_the_logit(checkpoint_of, network):
 
 
 def test_regions_that_speak_against_the_class_are_as_cold_as_neutral_ones(corner):
-    description = heat_maps.open_model(corner).description["preprocessing"]
+    description = opened(corner)[0].description["preprocessing"]
     for corners, highest in (([[-3, 0], [-1, -2]], 0), ([[-3, 0], [-1, 2]], 1)):
         heat = heat_maps._on_image(np.float32(corners), (32, 32), description)
         assert (np.nanmin(heat), np.nanmax(heat)) == (0, highest)
@@ -178,7 +184,7 @@ def test_regions_that_speak_against_the_class_are_as_cold_as_neutral_ones(corner
 
 
 def test_heat_map_of_a_large_image_is_reduced(corner):
-    model = heat_maps.open_model(corner)
+    model, _ = opened(corner)
     data = image((2600, 1300), "bottom right", suffix="jpeg", square=900)
     overlay = Image.open(io.BytesIO(heat_maps.overlay(model, data, 0)))
     assert overlay.size == (1024, 512)
@@ -186,7 +192,7 @@ def test_heat_map_of_a_large_image_is_reduced(corner):
 
 
 def test_map_without_differences_is_cold(corner):
-    description = heat_maps.open_model(corner).description["preprocessing"]
+    description = opened(corner)[0].description["preprocessing"]
     assert np.nanmax(heat_maps._on_image(np.full([4, 4], 3.0), (40, 40), description)) == 0
 
 
@@ -230,7 +236,7 @@ def test_command_writes_a_heat_map_per_image(corner, tmp_path, capsys):
     assert [line["heat_map"] for line in lines] == [str(maps / name) for name in names]
     assert [line["top"][0]["label"] for line in lines] == [2, 0]
     assert sorted(path.name for path in maps.iterdir()) == names
-    model = heat_maps.open_model(corner)
+    model, _ = opened(corner)
     assert (maps / names[0]).read_bytes() == heat_maps.overlay(model, (photos / "a.png").read_bytes(), 2)
     # Without the flag, the predictions are the same.
     assert predict.main([str(corner), str(photos), *flags]) == 1
@@ -312,8 +318,13 @@ def squares(tmp_path):
     return tmp_path / "squares"
 
 
-@pytest.mark.parametrize("scope", ["train_eval", "eval_only"])
-@pytest.mark.parametrize("network", [Corner, Hidden])
+@pytest.mark.parametrize(
+    ("network", "scope"),
+    [
+        *((Corner, "train_eval"), (Hidden, "eval_only")),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((Corner, "eval_only"), (Hidden, "train_eval"))),
+    ],
+)
 def test_page_of_a_run_shows_what_speaks_for_the_predicted_class(
     checkpoint_of, network, run_train, squares, tmp_path, scope
 ):

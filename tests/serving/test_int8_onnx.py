@@ -21,8 +21,16 @@ def checkpoint(one_block, checkpoint):
     return checkpoint
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
-@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
+@pytest.mark.parametrize(
+    ("arch", "engine"),
+    [
+        *(("Tiny", "onnxruntime"), ("TinyMobile", "tensorrt")),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("Tiny", "tensorrt"), ("TinyMobile", "onnxruntime"))
+        ),
+    ],
+)
 def test_int8_network_is_quantized_for_its_engine(checkpoint_of, photos, tmp_path, capsys, arch, engine):
     """All inputs of convolutions, residual additions and the classifier are quantized. BN is folded into the
     convolutions."""

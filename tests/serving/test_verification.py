@@ -17,7 +17,7 @@ import pytest
 from conftest import NHWC
 from helpers import predict, with_meta
 from paddle_resnet import dali, export
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import contents, folders
 from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
 from paddle_resnet.native import build as native
@@ -86,7 +86,6 @@ def test_exported_model_matches_evaluation_metrics(trained, parse, photos, tmp_p
 
 
 QUICK = [
-    ("NCHW", "float32"),
     ("NHWC with four channels", "uint8"),
     ("ASP", "uint8"),
     ("custom preprocessing", "float32"),
@@ -276,7 +275,7 @@ def test_recorded_loss_matches_exact_or_in_earlier_checkpoint_clipped_loss(is_ea
 def change(checkpoint, folder, parameter=None, loss=0):
     """Copy a checkpoint, permute one parameter or change the recorded loss (relative, if it exceeds 1), and return the
     new folder."""
-    evaluated, files = folders.read_meta(checkpoint)["evaluated"], {}
+    evaluated, files = contents.read_meta(checkpoint)["evaluated"], {}
     evaluated["loss"] += loss * max(1, evaluated["loss"])
     if parameter is not None:
         name = "tiny.pdema" if (checkpoint / "tiny.pdema").exists() else "tiny.pdparams"
@@ -304,7 +303,7 @@ EVALUATED = {
     "--image-shape 3,32,48 --label-offset 1 --num-of-class 5",
 }
 # These cases are soak tests, because other cases contain the same flags.
-REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images")
+REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images", "EMA with four channels")
 
 
 @pytest.mark.parametrize(
@@ -337,7 +336,7 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
     assert code == 0, err
     assert re.search("^recorded evaluation: top1 .*, loss .*, images decoded on a CPU; confirmed$", out, re.MULTILINE)
     if "QAT" not in name:
-        network, recorded = networks.load_checkpoint(checkpoint), folders.read_meta(checkpoint)["evaluated"]["loss"]
+        network, recorded = networks.load_checkpoint(checkpoint), contents.read_meta(checkpoint)["evaluated"]["loss"]
         model = network.model(logits=True)
         loss, plain_loss = (scores.score(network, model, root, each)["loss"] for each in (True, False))
         assert loss == pytest.approx(recorded, rel=1e-6)
@@ -396,7 +395,7 @@ def test_checkpoint_of_earlier_version_with_clipped_loss_is_verified(trained, ph
     )
     assert clipped_loss < 65 and loss > 100
     for is_earlier, code in ((True, 0), (False, 1)):
-        meta = folders.read_meta(checkpoint)
+        meta = contents.read_meta(checkpoint)
         meta["evaluated"]["loss"] = clipped_loss
         if is_earlier:
             del meta["cpu"]

@@ -57,15 +57,15 @@ def classify(upload):
 
 @pytest.fixture
 def start():
-    """Return a function that starts a server in a thread and returns its port."""
+    """Return a function that starts a server in a thread and returns its port. `limits` are further arguments of
+    create_app."""
     running = []
 
-    def start(classify=classify, max_bytes=10**4, max_images=3, host="127.0.0.1"):
+    def start(classify=classify, max_bytes=10**4, max_images=3, host="127.0.0.1", idle_s=60, **limits):
         listener = web.listen(host, 0)
-        app = web.create_app(
-            classify, ThreadPoolExecutor(1), DESCRIPTION, max_bytes, max_images, web.allowed_hosts(listener, host)
-        )
-        server = web.create_server(app)
+        limits |= {"hosts": web.allowed_hosts(listener, host)}
+        app = web.create_app(classify, ThreadPoolExecutor(1), DESCRIPTION, max_bytes, max_images, **limits)
+        server = web.create_server(app, idle_s)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         running.append((server, thread))
@@ -195,8 +195,7 @@ def test_server_does_not_log_and_limits_connections_and_the_time_to_stop():
     assert (web.MAX_REQUESTS, web.BODY_S, web.IDLE_S) == (8, 60, 60)
 
 
-def test_requests_beyond_queue_are_answered_with_503(start, monkeypatch):
-    monkeypatch.setattr(web, "MAX_REQUESTS", 1)
+def test_requests_beyond_queue_are_answered_with_503(start):
     is_running, is_released = threading.Event(), threading.Event()
 
     def wait(upload):
@@ -204,7 +203,7 @@ def test_requests_beyond_queue_are_answered_with_503(start, monkeypatch):
         assert is_released.wait(30)
         return classify(upload)
 
-    port, body = start(wait), form(("a.jpg", b"x"))
+    port, body = start(wait, max_requests=1), form(("a.jpg", b"x"))
     with ThreadPoolExecutor(1) as client:
         first = client.submit(request, port, body=body)
         assert is_running.wait(30)
@@ -253,15 +252,13 @@ def test_prediction_stops_if_client_has_closed_the_connection(start, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_slow_body_is_answered_with_408(start, monkeypatch):
-    monkeypatch.setattr(web, "BODY_S", 0.2)
-
+def test_slow_body_is_answered_with_408(start):
     def slow():
         yield form(("a.jpg", b"x"))[:50]
         sleep(1)
         yield b"x"
 
-    status, _, content = request(start(), body=slow())
+    status, _, content = request(start(body_s=0.2), body=slow())
     assert status == 408
     assert content == {"error": "POST /predict: not received within 0.2 s; send fewer or smaller images"}
 
@@ -269,18 +266,15 @@ def test_slow_body_is_answered_with_408(start, monkeypatch):
 @pytest.mark.parametrize(
     "sent", [b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1"]
 )
-def test_connection_without_complete_request_is_closed(start, monkeypatch, sent):
-    monkeypatch.setattr(web, "IDLE_S", 0.2)
-    with socket.create_connection(("127.0.0.1", start()), timeout=4) as client:
+def test_connection_without_complete_request_is_closed(start, sent):
+    with socket.create_connection(("127.0.0.1", start(idle_s=0.2)), timeout=4) as client:
         client.sendall(sent)
         with suppress(ConnectionResetError):
             while client.recv(10**5):
                 pass
 
 
-def test_connection_is_kept_while_its_second_request_is_in_progress(start, monkeypatch):
-    monkeypatch.setattr(web, "IDLE_S", 0.3)
-
+def test_connection_is_kept_while_its_second_request_is_in_progress(start):
     def slow(upload):
         sleep(0.4 if upload.name == "slow.jpg" else 0)
         return classify(upload)
@@ -290,7 +284,7 @@ def test_connection_is_kept_while_its_second_request_is_in_progress(start, monke
         body = form((name, b"x"))
         sent += [f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode(), body]
     received = b""
-    with socket.create_connection(("127.0.0.1", start(slow)), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", start(slow, idle_s=0.3)), timeout=10) as client:
         client.sendall(b"".join(sent))
         with suppress(ConnectionResetError):
             while data := client.recv(10**5):
@@ -626,7 +620,10 @@ runpy.run_module("paddle_resnet.predict", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+# test_server_predicts_like_the_command_and_stops_on_signal tests the exit codes of both signals.
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 0)]
+)
 def test_signal_stops_server_that_decodes_a_large_image(checkpoint, tmp_path, number, code):
     export.export(checkpoint, tmp_path / "export")
     command = [sys.executable, "-c", SLOW_DECODER, str(tmp_path / "export"), "--serve", "0", "--device", "cpu"]

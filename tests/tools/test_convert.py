@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import os
@@ -8,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
@@ -23,7 +23,7 @@ from paddle_resnet.data import indexes
 from paddle_resnet.data.formats import INDEXED, SINGLE_FILE, read_image, recordio
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.tools import convert, verify
+from paddle_resnet.tools import convert, verify, workers
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -60,18 +60,6 @@ def test_recordio_header_contains_number_of_index(converted):
         assert (extra_labels, image, unused) == (0, int(number), 0)
 
 
-@pytest.mark.parametrize(
-    ("path", "kind", "data", "expected"),
-    [
-        *[("a.JPEG", None, b"BM", "jpeg"), ("a.png", None, b"\xff\xd8", "png"), ("a.jfif", None, b"\xff\xd8", "jpg")],
-        *[("a", None, b"\x89PNG\r\n", "png"), ("x.png", "tfrecord", b"BM", "bmp"), ("a.dat", None, b"II*\0", "tif")],
-        *[("a", None, b"MM\0*", "tif"), ("a", None, b"RIFF", "webp"), ("a", None, b"", "jpg")],
-    ],
-)
-def test_extension_in_tar_file(path, kind, data, expected):
-    assert convert._extension(ListedImage("name", path, 0, kind), data) == expected
-
-
 def test_members_of_tar_file(converted):
     with tarfile.open(converted["webdataset"] / "train-000001.tar") as tar:
         members = {member.name: tar.extractfile(member).read() for member in tar}
@@ -90,13 +78,12 @@ def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source,
     assert (tmp_path / "x" / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
-def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path, monkeypatch):
+def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
     assert convert.IMAGES_PER_SHARD == 2000
-    monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 15)
     partial = files.partial_path(tmp_path / "x" / "convert.json")  # left by a conversion that was killed at its start
     partial.parent.mkdir()
     partial.touch()
-    convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1)
+    convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1, images_per_shard=15)
     assert not partial.exists()
     assert not (tmp_path / "x" / "classes.txt").exists()
     assert json.loads((tmp_path / "x/convert.json").read_text())["shards"] == {"train": 2, "val": 2}
@@ -154,20 +141,6 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
         assert second == (folder / "1.png").read_bytes()
         with Image.open(io.BytesIO(third)) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
-
-
-def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monkeypatch):
-    image, stop = ListedImage("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
-    monkeypatch.setattr(convert, "_stop", stop, raising=False)
-    monkeypatch.setattr(convert, "read_image", lambda image: (b"x", 0.5))
-    with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a whole number .*; correct the label or, "):
-        convert._prepare(image)
-    monkeypatch.setattr(convert, "read_image", lambda image: os.stat(f"{os.devnull}/x"))
-    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); make it readable or, "):
-        convert._prepare(image)
-    stop.set()
-    with pytest.raises(InterruptedError):
-        convert._prepare(image)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
@@ -291,13 +264,13 @@ def test_different_conversion_to_same_folder_is_rejected(photos, tmp_path, optio
 
 
 @pytest.mark.parametrize("to", ["recordio", "webdataset"])
-def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path, monkeypatch, to):
-    monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 29)  # for 30 images, which become 29, the default is 2 shards
+def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path, to):
+    options = {"workers": 1, "images_per_shard": 29}  # 2 shards for 30 images, which become 29
     shutil.copytree(photos, tmp_path / "photos")
-    convert.convert(tmp_path / "photos", tmp_path / "x", to, workers=1)
+    convert.convert(tmp_path / "photos", tmp_path / "x", to, **options)
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
     with pytest.raises(UsageError, match="contains a conversion with different images"):
-        convert.convert(tmp_path / "photos", tmp_path / "x", to, workers=1)
+        convert.convert(tmp_path / "photos", tmp_path / "x", to, **options)
     image, renamed = (ListedImage(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
     assert convert._digest([image]) != convert._digest([renamed])
 
@@ -537,7 +510,7 @@ def test_unusable_lock_is_an_error(photos, tmp_path, capsys, make):
 
 
 def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"not an image")
     for to in ("tfrecord", "recordio"):
@@ -574,10 +547,9 @@ def test_many_undecodable_images_are_counted(monkeypatch, count, more):
     assert calls == [(done, count) for done in (64, 128, count) if done <= count]
 
 
-def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, monkeypatch, capsys):
+def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, capsys):
     command = ["convert", "--from", str(photos), "--to", "recordio", "--output", str(tmp_path / "x"), "--workers", "1"]
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", full)
+    with open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
         assert dataset.main(command) == 0
     assert capsys.readouterr().out == f"{tmp_path}/x: 30 train and 23 val images as recordio\n"
 
@@ -659,14 +631,14 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
 # and kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, workers
 
 def progress(done, total):
     if done >= 9:
         print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-convert.BLOCK = 4
+workers.BLOCK = 4
 convert.convert(*sys.argv[1:], workers=2, progress=progress)
 """
 

@@ -26,11 +26,9 @@ def splits(count):
     ("count", "most", "extremes"),
     [(4, 4, 1), (5, 4, 1), *(pytest.param(count, 60, 15, marks=pytest.mark.soak) for count in (60, 1000))],
 )
-def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, monkeypatch, count, most, extremes):
-    monkeypatch.setattr(drawing, "MOST_BARS", most)
-    monkeypatch.setattr(drawing, "EXTREMES", extremes)
+def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count, most, extremes):
     data = splits(count)
-    figure = drawing.balance(data)
+    figure = drawing.balance(data, most, extremes)
     bars = {axes.get_title().partition(":")[0]: axes for axes in figure.axes[:2]}
     assert list(bars) == ["train", "val"]
     names = [label.get_text() for label in bars["train"].get_yticklabels()]

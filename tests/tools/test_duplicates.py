@@ -53,9 +53,9 @@ EXPECTED = [("same file", "0.png", 0, 1), ("same pixels", "1.bmp", 0, 0), ("simi
 
 
 @pytest.mark.parametrize("workers", [None, 2])
-def test_exact_duplicates_come_first(root, monkeypatch, workers):
-    monkeypatch.setattr(duplicates, "_PER_WORKER", 4 if workers else 256)
-    report = duplicates.by_hash(duplicates.list_images(root), workers=workers)
+def test_exact_duplicates_come_first(root, workers):
+    options = {"workers": workers, "per_worker": 4} if workers else {}
+    report = duplicates.by_hash(duplicates.list_images(root), **options)
     assert found(report) == EXPECTED
     assert [pair.matches for pair in report.pairs] == [1, 1, 1]
     assert (report.images, report.unreadable) == ({"train": 8, "val": 8}, {})
@@ -132,8 +132,7 @@ def test_rounding_errors_do_not_change_the_hash():
 
 
 @pytest.mark.parametrize("distance", [0, 3, 4, 6, duplicates.MAX_DISTANCE])
-def test_search_finds_the_same_pairs_as_a_comparison_of_all(distance, monkeypatch):
-    monkeypatch.setattr(duplicates, "_BLOCK", 100)
+def test_search_finds_the_same_pairs_as_a_comparison_of_all(distance):
     random = np.random.default_rng(0)
     bases = random.integers(0, 2**63, 40, np.uint64)
 
@@ -144,13 +143,15 @@ def test_search_finds_the_same_pairs_as_a_comparison_of_all(distance, monkeypatc
     queries, references = near(250), near(300)
     all_pairs = np.array([[(int(q) ^ int(r)).bit_count() for r in references] for q in queries])
     pairs = [
-        pair for arrays in duplicates.neighbors(queries, references, distance) for pair in zip(*arrays, strict=True)
+        pair
+        for arrays in duplicates.neighbors(queries, references, distance, block=100)
+        for pair in zip(*arrays, strict=True)
     ]
     rows, columns = np.nonzero(all_pairs <= distance)
     assert sorted(map(tuple, np.array(pairs).tolist())) == sorted(
         zip(rows.tolist(), columns.tolist(), all_pairs[rows, columns].tolist(), strict=True)
     )
-    closest = duplicates.closest_hashes(queries, references, distance)
+    closest = duplicates.closest_hashes(queries, references, distance, block=100)
     assert [i for i, *_ in closest] == np.flatnonzero((all_pairs <= distance).any(axis=1)).tolist()
     for i, k, differing, matches in closest:
         assert (all_pairs[i, k], differing) == (all_pairs[i].min(), all_pairs[i].min())

@@ -1,5 +1,6 @@
 """Exit codes of commands."""
 
+import contextlib
 import errno
 import functools
 import os
@@ -46,17 +47,15 @@ def test_unwritable_stdout_exits_with_code_1(monkeypatch, capsys, name, argument
     """/dev/full can be opened, but all writes to it fail. The 20,000 lines exceed the buffer of stdout."""
     main, default_arguments, target = TOOLS[name]
     monkeypatch.setattr(*target, lambda *args, **options: [print("x") for _ in range(20_000)])
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
+    with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
         assert main(arguments or default_arguments) == 1
     message = "stdout: cannot be written (No space left on device); free disk space, or redirect stdout"
     assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: error: {message}\n")
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
-def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatch, capsys, flag):
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
+def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(capsys, flag):
+    with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
         assert train.main([flag]) == 1
     assert "train.py: error: stdout: cannot be written (No space left" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from paddle_resnet.data import classes, image_files, sniffer, split_names
 from paddle_resnet.data.formats.folder import entry_type, own_classes, split_folder
 from paddle_resnet.data.images import IMAGE_SUFFIXES, TEXT_LIMIT, is_outside
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, import_command
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
@@ -103,7 +103,7 @@ def index(
                 continue
             parsed = _parsed(line)
             if parsed is None:
-                remedy = f"run {sniffer.import_command(image_root)}"
+                remedy = f"run {import_command(image_root)}"
                 if own_classes(image_root, mode):
                     split = os.path.basename(split_folder(image_root, mode))
                     remedy = f"remove the list to use the class folders in {split}/"

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from paddle_resnet.data import indexes, shards, sniffer, split_names
+from paddle_resnet.data import indexes, shards, split_names
 from paddle_resnet.data.images import IMAGE_EXTENSIONS, TEXT_LIMIT, Image, readable, some
-from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.errors import UsageError, counted, import_command
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
@@ -104,14 +104,10 @@ def _parse_rows(data, f, shard_size):
         found = [extension.decode(errors="replace") for extension in row[::width]]
         raise UsageError(
             f"{f.name}: {len(incomplete)} of {counted(len(lines), 'sample')} without image or label: the sample at "
-            f"byte {row[1].decode()} has the extensions {_listed(found)}, but needs an image "
+            f"byte {row[1].decode()} has the extensions {some(found)}, but needs an image "
             f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file; {_remedy(f.name, found)}"
         )
     return of_parts
-
-
-def _listed(names):
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _remedy(path, extensions):
@@ -119,7 +115,7 @@ def _remedy(path, extensions):
     if any("." in e and _part(e.rpartition(".")[2].encode()) != "other" for e in extensions):
         return "write the shard again with keys that contain no dots, because a key ends at its first dot"
     if "cls" not in extensions and not {"json", "txt"}.isdisjoint(extensions):
-        return f"run {sniffer.import_command(os.path.dirname(path))}"
+        return f"run {import_command(os.path.dirname(path))}"
     return (
         "write the shard again with the files of each sample next to each other, and without samples that lack an "
         "image or a label"
@@ -369,7 +365,7 @@ def read_label(f: BinaryIO, offset: int, size: int) -> int:
         shown = text[:20].decode(errors="replace")
         reason = f"the label {shown!a} is not a number of up to {LABEL_DIGITS} digits"
         is_name = shown.strip().isprintable() and re.search("[^\\W\\d]", shown)
-        remedy = {"remedy": f"run {sniffer.import_command(os.path.dirname(f.name))}"} if is_name else {}
+        remedy = {"remedy": f"run {import_command(os.path.dirname(f.name))}"} if is_name else {}
         raise shards.no_label(f.name, offset, reason, **remedy)
     return int(text)
 

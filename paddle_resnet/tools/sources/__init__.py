@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from paddle_resnet.data import archives, layout, parquet_files, sniffer, table_heads
 from paddle_resnet.data import classes as classes_of
-from paddle_resnet.data import layout, parquet_files, sniffer
 from paddle_resnet.data.formats import folder
 from paddle_resnet.data.images import Image, is_system_name
 from paddle_resnet.tools import convert, split
@@ -58,7 +58,7 @@ _USED = {
     "class_depth": ("nested",),
 }
 # {ending of a file that is a source by itself: kind}
-_FILES = dict.fromkeys((*sniffer.TABLE_SUFFIXES, ".txt"), "table") | {".parquet": "parquet", ".npz": "array"}
+_FILES = dict.fromkeys((*table_heads.TABLE_SUFFIXES, ".txt"), "table") | {".parquet": "parquet", ".npz": "array"}
 # Kinds of images (Image.kind) in compressed blocks. In these images, the first element of Image.place is the number of
 # the block in the file.
 _IN_BLOCKS = (parquet_files.read_image, tfrecords.read_compressed)
@@ -172,13 +172,13 @@ def import_(
 
 
 def _kind_of_file(source, label_column=None):
-    if sniffer.is_pixel_table(os.fspath(source), label_column):
+    if table_heads.is_pixel_table(os.fspath(source), label_column):
         return "pixels"
     return next((kind for ending, kind in _FILES.items() if os.fspath(source).lower().endswith(ending)), None)
 
 
 def _archive(source):
-    return f"an archive; {sniffer.unpacking(os.path.dirname(source), [os.path.basename(source)])}"
+    return f"an archive; {archives.unpacking(os.path.dirname(source), [os.path.basename(source)])}"
 
 
 def _detected(source, options):
@@ -217,10 +217,10 @@ def _has_class_folders(source):
     return any(map(folder.has_classes, (inner, *(folder.split_folder(inner, mode) for mode in Mode))))
 
 
-def _shuffled(images):
+def _shuffled(images, window_bytes=WINDOW_BYTES):
     """Return training images in the random order in which they are written to record files. A file that is compressed
     in blocks would be slow to read in fully random order, so its blocks are put into random order, and images are mixed
-    only within windows of at least WINDOW_BYTES."""
+    only within windows of at least window_bytes."""
     images = convert.shuffled(images)
     if images[0].kind not in _IN_BLOCKS:
         return images
@@ -232,7 +232,7 @@ def _shuffled(images):
     for (path, _), members in of_block.items():
         window += members
         size += os.path.getsize(path) / counts[path]
-        if size >= WINDOW_BYTES:
+        if size >= window_bytes:
             mixed += convert.shuffled(window)
             window, size = [], 0
     return mixed + convert.shuffled(window)

@@ -11,7 +11,7 @@ import math
 import os
 from collections import defaultdict
 
-from paddle_resnet.data import sniffer
+from paddle_resnet.data import sniffer, table_heads
 from paddle_resnet.data.images import Image, log_once, read_slice, readable, some
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources import splits, table_sets, tables
@@ -93,9 +93,9 @@ def _tables(source, label_column):
 
 def _labeled(paths, label_column):
     """Return the paths of the tables with labels, and log which tables of pixels are left out."""
-    paths = [path for path in paths if path.lower().endswith(sniffer.PIXEL_SUFFIXES)]
-    labeled = [path for path in paths if sniffer.is_pixel_table(path, label_column)]
-    others = [path for path in paths if path not in labeled and sniffer.pixel_columns(sniffer.header(path))]
+    paths = [path for path in paths if path.lower().endswith(table_heads.PIXEL_SUFFIXES)]
+    labeled = [path for path in paths if table_heads.is_pixel_table(path, label_column)]
+    others = [path for path in paths if path not in labeled and table_heads.pixel_columns(table_heads.header(path))]
     if others:
         logger.info(f"{some(others)} left out, because there are no labels")
     return labeled
@@ -111,7 +111,7 @@ def _rows(path, options):
             if not text.strip():
                 continue
             if columns is None:
-                delimiter = sniffer.delimiter(text)
+                delimiter = table_heads.delimiter(text)
             try:
                 (cells,) = csv.reader([text], delimiter=delimiter)
             except csv.Error as e:
@@ -148,11 +148,11 @@ def _rows(path, options):
 def _columns(path, names, options):
     """Return (first column of pixels, column after the last one, column of the labels, column of the splits or None,
     whether the first line contains names of columns)."""
-    at = sniffer.pixel_columns(names)
+    at = table_heads.pixel_columns(names)
     if not at:
         raise UsageError(f"{path}: contains no columns of pixels, such as pixel0, pixel1 ...; choose a different table")
     add = "add a first line with the names of all columns, such as label,pixel0,pixel1 ..."
-    has_names = sniffer.has_names(names, at)
+    has_names = table_heads.has_names(names, at)
     if has_names is None:
         raise UsageError(f"{path}: line 1 contains different numbers, which may be names of columns or pixels; {add}")
     if not has_names:
@@ -173,10 +173,10 @@ def _columns(path, names, options):
             raise UsageError(f"{path}: the columns {some(candidates)} are all candidates for {flag}; set one of them")
         return others[name or candidates[0]] if name or candidates else None
 
-    splits_of = [name for name in others if sniffer.normalized(name) in sniffer.PIXEL_SPLIT_COLUMNS]
+    splits_of = [name for name in others if table_heads.normalized(name) in table_heads.PIXEL_SPLIT_COLUMNS]
     at_split = index("--split-column", options.split_column, splits_of)
-    rest = [name for name, i in others.items() if i != at_split and sniffer.is_pixel_label(name)]
-    known = [name for name in rest if sniffer.normalized(name) in sniffer.LABEL_COLUMNS]
+    rest = [name for name, i in others.items() if i != at_split and table_heads.is_pixel_label(name)]
+    known = [name for name in rest if table_heads.normalized(name) in table_heads.LABEL_COLUMNS]
     at_label = index("--label-column", options.label_column, known or rest)
     if at_label is None:
         raise UsageError(f"{path}: has no column of labels; choose a different table")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paddle_resnet.data import image_search, record_tables, sniffer
+from paddle_resnet.data import image_search, record_tables, sniffer, table_heads
 from paddle_resnet.data.images import readable
 from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources.options import Options
@@ -51,7 +51,7 @@ def read_lines(path: str) -> list[str]:
     with readable(path), open_regular(path, _TEXT_LIMIT) as f:
         data = f.read()
     try:
-        return data.decode(sniffer.encoding(data)).replace("\r\n", "\n").removesuffix("\n").split("\n")
+        return data.decode(table_heads.encoding(data)).replace("\r\n", "\n").removesuffix("\n").split("\n")
     except UnicodeDecodeError as e:
         line = data[: e.start].count(b"\n") + 1
         raise UsageError(f"{path}: line {line} is not UTF-8; convert the file to UTF-8") from e
@@ -71,10 +71,10 @@ def read(tables: Iterable[str], root: str, images: image_search.ImageSearch, opt
         relative = os.path.relpath(path, root)
         folder, name = os.path.split(relative)
         split = split_of(relative)
-        if options.label_column is None and (name == ROBOFLOW or sniffer.is_one_hot(path)):
+        if options.label_column is None and (name == ROBOFLOW or table_heads.is_one_hot(path)):
             rows += _one_hot(path, folder, split, options)
-        elif (path.endswith(".txt") and sniffer.header(path)) or (
-            path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, folder, images, options)
+        elif (path.endswith(".txt") and table_heads.header(path)) or (
+            path.lower().endswith(table_heads.TABLE_SUFFIXES) and _has_header(path, folder, images, options)
         ):
             rows += _columns(path, folder, split, images, options)
         else:
@@ -106,10 +106,10 @@ def with_splits(root: str, rows: list[Row]) -> list[Row]:
 
 def _has_header(path, folder, images, options):
     is_image = functools.partial(images.is_image, folder=folder)
-    names = sniffer.header(path)
-    known = any(sniffer.normalized(column) in sniffer.IMAGE_COLUMNS for column in names)
+    names = table_heads.header(path)
+    known = any(table_heads.normalized(column) in table_heads.IMAGE_COLUMNS for column in names)
     known = known or bool(options.columns) or path.lower().endswith((".jsonl", *record_tables.SUFFIXES))
-    return known or (not any(map(is_image, names)) and bool(sniffer.image_columns(path, is_image)))
+    return known or (not any(map(is_image, names)) and bool(table_heads.image_columns(path, is_image)))
 
 
 def _cells(path, delimiter=None):
@@ -143,7 +143,7 @@ def _cells(path, delimiter=None):
             yield f"{path}: line {number}", [record_tables.text(values.get(name)) for name in header]
         return
     if path.endswith(".txt"):
-        start, names = sniffer.text_header(lines)
+        start, names = table_heads.text_header(lines)
         yield path, names
         for number, line in enumerate(lines[start:], start + 1):
             if line.strip():
@@ -170,7 +170,7 @@ def _cells(path, delimiter=None):
 
 def _delimiter(path, lines, delimiter):
     if delimiter is None:
-        return sniffer.delimiter(lines[0]) if lines else ","
+        return table_heads.delimiter(lines[0]) if lines else ","
     if len(delimiter) != 1:
         raise UsageError(
             f"--delimiter {delimiter!a}: not a single character, which is required for {path}; use, for example, ','"
@@ -183,7 +183,7 @@ def _columns(path, folder, split, images, options):
     cells = _cells(path, options.delimiter)
     _, header = next(cells, (path, []))
     cells = [*cells]
-    known = [*map(sniffer.normalized, header)]
+    known = [*map(table_heads.normalized, header)]
 
     def index(flag, name, candidates):
         """Return the index of the column `name` or, if it is None, of the only candidate; None without candidates."""
@@ -198,21 +198,21 @@ def _columns(path, folder, split, images, options):
 
     # The candidates for the column of images are the columns whose first value is an image, if possible with a known
     # name. Several columns, such as id and path, may name the same image.
-    at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
+    at_images = [i for i, name in enumerate(known) if name in table_heads.IMAGE_COLUMNS]
     first = {i: images.find(cells[0][1][i], folder, split) for i in range(len(header)) if cells}
     named = [i for i in at_images if first.get(i)]
-    at_images = named or sniffer.image_columns(path, functools.partial(images.is_image, folder=folder)) or at_images
+    at_images = named or table_heads.image_columns(path, functools.partial(images.is_image, folder=folder)) or at_images
     if len({tuple(first.get(i, [i])) for i in at_images}) == 1:
         at_images = at_images[:1]
     at_image = index("--image-column", options.image_column, at_images)
-    at_labels = [i for i, name in enumerate(known) if name in sniffer.LABEL_COLUMNS and i != at_image]
+    at_labels = [i for i, name in enumerate(known) if name in table_heads.LABEL_COLUMNS and i != at_image]
     if not at_labels and len(header) == 2 and at_image is not None:
         at_labels = [1 - at_image]
     at_label = index("--label-column", options.label_column, at_labels)
     for flag, at in (("--image-column", at_image), ("--label-column", at_label)):
         if at is None:
             raise UsageError(f"{path}: no column is recognized for {flag}; set it to one of {', '.join(header[:10])}")
-    at_splits = [i for i, name in enumerate(known) if name in sniffer.SPLIT_COLUMNS]
+    at_splits = [i for i, name in enumerate(known) if name in table_heads.SPLIT_COLUMNS]
     if not path.lower().endswith(".mat"):  # in other tables, "test" may be a property of the image
         at_splits = [i for i in at_splits if known[i] != "test"]
     at_split = index("--split-column", options.split_column, at_splits)
@@ -245,14 +245,14 @@ def _columns_of_splits(cells, excluded):
 def _split_value(column, value):
     """Return the split that a value in a split column means, or None if it is unknown."""
     if _is_flag(column):
-        other = "test" if sniffer.normalized(column) in ("istest", "test") else "val"
+        other = "test" if table_heads.normalized(column) in ("istest", "test") else "val"
         return {"1": other, "true": other, "0": "train", "false": "train"}.get(value.lower())
     return SPLIT_OF.get(value.lower())
 
 
 def _is_flag(column):
     """Return whether a split column contains 0 or 1, such as fastai's is_valid."""
-    return sniffer.normalized(column).startswith("is") or sniffer.normalized(column) == "test"
+    return table_heads.normalized(column).startswith("is") or table_heads.normalized(column) == "test"
 
 
 def _one_hot(path, folder, split, options):
@@ -265,7 +265,7 @@ def _one_hot(path, folder, split, options):
             raise UsageError(f"{flag} {name}: {path} contains only images and a column per class; remove {flag}")
     rows = []
     for place, (image, *flags) in cells:
-        flags = [*map(sniffer.flag, flags)]
+        flags = [*map(table_heads.flag, flags)]
         if None in flags or sum(flags) != 1:
             raise UsageError(
                 f"{place} does not contain exactly one 1 and otherwise 0; the import writes one label "

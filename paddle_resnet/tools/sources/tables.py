@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 
-from paddle_resnet.data import record_tables, sniffer
+from paddle_resnet.data import record_tables, sniffer, table_heads
 from paddle_resnet.data.classes import label_names
 from paddle_resnet.data.image_search import ELSEWHERE, SUFFIXES, ImageSearch, walk
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, log_once
@@ -279,7 +279,7 @@ def _tables(root, images, options):
         [os.path.join(root, name) for name in names if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)],
         [os.path.join(root, name) for name in names if name.endswith(".txt") and name[:-4].lower() in SPLIT_OF],
         [os.path.join(root, "meta", f"{name}.txt") for name in SPLIT_OF],
-        [path for path in _listed(root) if path.endswith(".lst") and sniffer.is_list(path, images.is_image)],
+        [path for path in _listed(root) if path.endswith(".lst") and table_heads.is_list(path, images.is_image)],
         *(
             [path for f in group for path in _listed(os.path.join(root, f)) if is_list(path, images, options)]
             for group in ([""], alone)
@@ -297,7 +297,9 @@ def _tables(root, images, options):
 def _has_chosen_columns(path, options):
     """Return whether a list contains the columns that the options name, if any. Without a column, tables with a header
     raise an error when they are read."""
-    return path.lower().endswith(sniffer.TABLE_SUFFIXES) or {*options.columns.values()} <= {*sniffer.header(path)}
+    return path.lower().endswith(table_heads.TABLE_SUFFIXES) or {*options.columns.values()} <= {
+        *table_heads.header(path)
+    }
 
 
 def _tables_of_classes(root, images, options):
@@ -327,12 +329,12 @@ def _with_other_splits(path, images, options):
 def _is_list(path, images, options):
     if not path.endswith(".txt"):
         return False
-    is_table = sniffer.is_table(path, options.image_column, options.label_column, images.is_image)
-    return is_table or sniffer.is_list(path, images.is_image)
+    is_table = table_heads.is_table(path, options.image_column, options.label_column, images.is_image)
+    return is_table or table_heads.is_list(path, images.is_image)
 
 
 def _is_path_list(path, images, options):
-    return path.endswith(".txt") and sniffer.is_path_list(path, images.is_image)
+    return path.endswith(".txt") and table_heads.is_path_list(path, images.is_image)
 
 
 def _without_images(root, excluded):
@@ -352,6 +354,6 @@ def _listed(folder):
 
 
 def _has_columns(path, folder, images, options):
-    return path.lower().endswith(sniffer.TABLE_SUFFIXES) and sniffer.is_table(
+    return path.lower().endswith(table_heads.TABLE_SUFFIXES) and table_heads.is_table(
         path, options.image_column, options.label_column, functools.partial(images.is_image, folder=folder)
     )

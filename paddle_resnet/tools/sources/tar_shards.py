@@ -5,7 +5,7 @@ import os
 import re
 import tarfile
 
-from paddle_resnet.data import sniffer
+from paddle_resnet.data import table_heads
 from paddle_resnet.data.classes import label_names
 from paddle_resnet.data.images import IMAGE_EXTENSIONS, Image, read_slice, readable
 from paddle_resnet.tools.sources import splits
@@ -125,7 +125,9 @@ def _label(path, f, key, files, column):
 def _value(place, content, column):
     if not isinstance(content, dict):
         content = {"label": content}
-    names = [column] if column else [name for name in content if sniffer.normalized(name) in sniffer.LABEL_COLUMNS]
+    names = (
+        [column] if column else [name for name in content if table_heads.normalized(name) in table_heads.LABEL_COLUMNS]
+    )
     if column and column not in content:
         keys = f"has the keys {', '.join([*content][:10])}" if content else "has no keys"
         raise UsageError(f"--label-column {column}: {place} {keys}; use a key that all samples have")

@@ -6,7 +6,7 @@ import os
 import zlib
 from collections import defaultdict
 
-from paddle_resnet.data import blocks, sniffer
+from paddle_resnet.data import blocks, table_heads
 from paddle_resnet.data.formats import tfrecord
 from paddle_resnet.data.images import Image, read_slice, readable
 from paddle_resnet.tools.sources import splits
@@ -156,7 +156,7 @@ def _chosen(path, example, options, split):
 
     images = [name for name in sorted(example) if len(example[name]) == 1 and _is_image(example[name][0])]
     image = choose("--image-column", options.image_column, images)
-    known = [name for name in sorted(example) if _last(name) in sniffer.LABEL_COLUMNS]
+    known = [name for name in sorted(example) if _last(name) in table_heads.LABEL_COLUMNS]
     labels = [name for name in known if example[name] and isinstance(example[name][0], int)]
     labels = labels or [name for name in known if example[name] and isinstance(example[name][0], bytes)]
     if split == "test" and not labels and options.label_column is None:
@@ -169,7 +169,7 @@ def _is_image(value):
 
 
 def _last(name):
-    return sniffer.normalized(name.rpartition("/")[2])
+    return table_heads.normalized(name.rpartition("/")[2])
 
 
 def _kind(values):

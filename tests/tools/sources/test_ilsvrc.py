@@ -14,7 +14,7 @@ from paddle_resnet import dataset
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.tools import convert, sources
+from paddle_resnet.tools import convert, sources, workers
 from paddle_resnet.tools.sources import Options, ilsvrc
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -213,8 +213,8 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
     official(tmp_path / "source")
     output = tmp_path / "x"
     monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 4)
-    monkeypatch.setattr(convert, "BLOCK", 4)
-    read, count = convert.read_image, 0
+    monkeypatch.setattr(workers, "BLOCK", 4)
+    read, count = workers.read_image, 0
 
     def interrupted(listed):
         nonlocal count
@@ -224,7 +224,7 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
         return read(listed)
 
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
-        stopped.setattr(convert, "read_image", interrupted)
+        stopped.setattr(workers, "read_image", interrupted)
         sources.import_(tmp_path / "source", output, to, options=PART, workers=1)
     with pytest.raises(UsageError, match="the import is incomplete; repeat the `.*dataset import` command"):
         DataRoot(output).images(Mode.TRAIN)

@@ -114,11 +114,10 @@ def test_names_that_cannot_be_files(tmp_path, name):
     assert colors_match(images)
 
 
-def test_blocks_are_read_once_and_their_order_is_random(tmp_path, monkeypatch):
+def test_blocks_are_read_once_and_their_order_is_random(tmp_path):
     write(tmp_path / "train.parquet", table([(i % 4, bytes([i]) * 50, None) for i in range(60)]))
-    for window, mixed in ((1, 3), (1 << 28, 60)):
-        monkeypatch.setattr(sources, "WINDOW_BYTES", window)
-        images = sources._shuffled(sources.read(tmp_path, options=Options(val=0.01))[1]["train"])
+    for window, mixed in (({"window_bytes": 1}, 3), ({}, 60)):
+        images = sources._shuffled(sources.read(tmp_path, options=Options(val=0.01))[1]["train"], **window)
         numbers = [read_image(image)[0][0] for image in images]
         groups = [image.place[0] for image in images]
         changes = sum(a != b for a, b in itertools.pairwise(groups))

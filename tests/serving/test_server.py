@@ -1,0 +1,51 @@
+import threading
+from contextlib import nullcontext
+
+import pytest
+
+from conftest import wait_until
+from paddle_resnet import predict
+from paddle_resnet.data import bad_images
+from paddle_resnet.serving import image_files, inference
+from paddle_resnet.serving.model import Model
+
+pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
+from paddle_resnet.serving import web
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits", "threads"),
+    [
+        ([], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
+        (
+            ["--serve-max-mb", "3", "--serve-max-images", "7", "--serve-host", "0.0.0.0", "--dali-num-threads", "2"],
+            (3 * 10**6, 7, ["*"]),
+            2,
+        ),
+        (["--serve-host", "localhost"], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
+    ],
+    ids=["defaults", "flags", "localhost"],
+)
+def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, threads):
+    actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}, "classes": []}, None)
+    futures, end = [], threading.Event()
+
+    def create_app(classify, worker, description, *limits, heat_map):
+        assert heat_map is None  # the folder "model" does not exist
+        futures.extend([worker.submit(end.wait, 60), worker.submit(end.wait, 60)])
+        wait_until(futures[0].running, 60)
+        return actual.append(limits)
+
+    monkeypatch.setattr(inference, "open_model", lambda *arguments: actual.append(arguments[4]) or model)
+    monkeypatch.setattr(image_files, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
+    monkeypatch.setattr(web, "create_app", create_app)
+    monkeypatch.setattr(bad_images, "decoders_silenced", lambda: nullcontext(actual.append("silenced")))
+    monkeypatch.setattr(web, "serve", lambda app, listener, announce: announce())
+    assert predict.main(["model", "--serve", "0", "--device", "cpu", *flags]) == 0
+    assert [future.cancelled() for future in futures] == [False, True]  # one image at a time
+    end.set()
+    assert actual == [[1], (1, "cpu", threads), limits, "silenced"]
+    monkeypatch.setattr(image_files, "predict", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # the server must not start if it cannot predict
+        predict.main(["model", "--serve", "0", "--device", "cpu", *flags])
+    assert ("other machines can access the model without password" in capsys.readouterr().err) == ("0.0.0.0" in flags)
