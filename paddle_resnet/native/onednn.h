@@ -1,7 +1,7 @@
-// Operators for the convolution of float32 images [N, H, W, C] on the CPU and its gradients, which oneDNN computes.
-// Paddle's conv2d either transposes images to NCHW and back or, with oneDNN, computes wrong filter gradients in NHWC.
-// Paddle's wheels contain oneDNN's library, but not its headers, so this file declares the functions of its C interface
-// (version 3) that it uses.
+// Operators for the convolution of float32 images [N, H, W, C] on the CPU and its gradients, most of which oneDNN
+// computes. Paddle's conv2d either transposes images to NCHW and back or, with oneDNN, computes wrong filter gradients
+// in NHWC. Paddle's wheels contain oneDNN's library, but not its headers, so this file declares the functions of its C
+// interface (version 3) that it uses.
 
 #pragma once
 
@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "reference/product.h"
 #include "reference/winograd.h"
 #include "tensors.h"
 
@@ -247,6 +248,62 @@ OneDnn::Geometry geometry_of(const std::vector<int64_t> &x, const std::vector<in
   return g;
 }
 
+// Filter gradients as products of matrices. With AVX2, oneDNN computes filter gradients in NHWC more slowly than other
+// convolutions (of ResNet50: 20 to 60 instead of 60 to 90 GFLOP/s). With AVX-512, oneDNN is faster than these products.
+
+using reference::Floats;
+using reference::floats;
+
+#ifdef __AVX512F__
+constexpr bool kUsesProducts = false;
+#else
+constexpr bool kUsesProducts = true;
+#endif
+// With fewer channels, copying the matrices takes longer than the product saves. In Winograd's algorithm, the limit is
+// higher, because oneDNN's products are faster there.
+constexpr int64_t kProductChannels = 128, kWinogradProductChannels = 256;
+
+bool uses_products(const OneDnn::Geometry &g) {
+  const int64_t channels = g.x[1];
+  return kUsesProducts && g.groups == 1 && channels >= kProductChannels && channels % reference::kTileColumns == 0;
+}
+
+// Copies the input pixel that each output pixel multiplies by the tap (row, column) of the filter to `pixels` [N * OH *
+// OW, C].
+void gather(const OneDnn::Geometry &g, int64_t row, int64_t column, const float *x, float *pixels) {
+  const int64_t channels = g.x[1], lines = g.x[0] * g.y[2];
+  const int threads = reference::threads_for(lines * g.y[3] * channels);
+  reference::in_parallel(threads, lines, [&](int, int64_t first, int64_t last) {
+    float *to = pixels + first * g.y[3] * channels;
+    for (int64_t line = first; line < last; ++line) {
+      const int64_t i = line % g.y[2] * g.strides[0] - g.before[0] + row * g.dilations[0];
+      for (int64_t k = 0; k < g.y[3]; ++k, to += channels) {
+        const int64_t j = k * g.strides[1] - g.before[1] + column * g.dilations[1];
+        if (i < 0 || i >= g.x[2] || j < 0 || j >= g.x[3])
+          std::fill_n(to, channels, 0.f);
+        else
+          std::copy_n(x + ((line / g.y[2] * g.x[2] + i) * g.x[3] + j) * channels, channels, to);
+      }
+    }
+  });
+}
+
+// Computes one product [outputs, C] per tap of the filter.
+void filter_gradient(const OneDnn::Geometry &g, const float *x, const float *dy, float *dfilter) {
+  const int64_t taps = g.filter[2] * g.filter[3], size = g.y[1] * g.x[1], count = g.x[0] * g.y[2] * g.y[3];
+  if (g.x == std::array<int64_t, 4>{g.x[0], g.x[1], g.y[2], g.y[3]} && taps == 1)  // all pixels, in the same order
+    return reference::multiply_transposed(1, g.y[1], count, g.x[1], dy, x, dfilter, false);
+  const Floats pixels = floats(count * g.x[1]), gradients = floats(taps * size);
+  for (int64_t tap = 0; tap < taps; ++tap) {
+    gather(g, tap / g.filter[3], tap % g.filter[3], x, pixels.get());
+    reference::multiply_transposed(1, g.y[1], count, g.x[1], dy, pixels.get(), gradients.get() + tap * size, false);
+  }
+  reference::in_parallel(reference::threads_for(size * taps), size, [&](int, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i)
+      for (int64_t tap = 0; tap < taps; ++tap) dfilter[i * taps + tap] = gradients[tap * size + i];
+  });
+}
+
 // Winograd's algorithm, for convolutions with stride 1 and padding 1.
 
 // With fewer pixels per batch, transforming the filters takes longer than the saved multiplications (measured with 512
@@ -260,18 +317,6 @@ bool uses_winograd(const OneDnn::Geometry &g) {
   return is_large && g.groups == 1 && g.filter[2] == 3 && g.filter[3] == 3 && g.strides == ones &&
          g.dilations == ones && g.before == ones && g.after == ones && g.x[1] % 16 == 0 && g.y[1] % 16 == 0 &&
          g.x[1] >= 64 && g.y[1] >= 64;
-}
-
-struct Free {
-  void operator()(float *memory) const { std::free(memory); }
-};
-using Floats = std::unique_ptr<float[], Free>;
-
-// Returns memory that starts at a cache line and whose values are not set.
-Floats floats(int64_t size) {
-  void *memory = nullptr;
-  if (posix_memalign(&memory, 64, size * sizeof(float)) != 0) throw std::bad_alloc();
-  return Floats(static_cast<float *>(memory));
 }
 
 constexpr int64_t kTilesPerProduct = 256;  // so that the transformed tiles of a product fit in the cache
@@ -312,12 +357,17 @@ void winograd_filter_gradient(const OneDnn::Geometry &g, const float *x, const f
   const Floats filters = floats(size);
   const Floats inputs = floats(OneDnn::kProducts * count * from.channels);
   const Floats outputs = floats(OneDnn::kProducts * count * to.channels);
-  std::fill_n(filters.get(), size, 0.f);
   const OneDnn::Product product = {to.channels, count, from.channels, true, true};
+  const bool uses_products = kUsesProducts && from.channels >= kWinogradProductChannels;
+  if (!uses_products) std::fill_n(filters.get(), size, 0.f);
   for (; from.first < from.total(); from.first += count, to.first += count) {
     reference::winograd_input(from, x, inputs.get());
     reference::winograd_output_gradient(to, dy, outputs.get());
-    OneDnn::get().multiply(product, outputs.get(), inputs.get(), filters.get());
+    if (uses_products)
+      reference::multiply_transposed(OneDnn::kProducts, to.channels, count, from.channels, outputs.get(), inputs.get(),
+                                     filters.get(), from.first > 0);
+    else
+      OneDnn::get().multiply(product, outputs.get(), inputs.get(), filters.get());
   }
   reference::winograd_filter_gradient(filters.get(), g.y[1], g.x[1], dfilter);
 }
@@ -354,7 +404,9 @@ std::vector<Tensor> Conv2dBackward(const Tensor &x, const Tensor &filter, const 
   if (needs_dx && is_winograd) winograd_conv(geometry, true, out, taps, data<float>(dx));
   if (needs_dx && !is_winograd) OneDnn::get().run(OneDnn::kInputGradient, geometry, data<float>(dx), taps, out);
   if (needs_dfilter && is_winograd) winograd_filter_gradient(geometry, in, out, data<float>(dfilter));
-  if (needs_dfilter && !is_winograd)
+  if (needs_dfilter && !is_winograd && uses_products(geometry))
+    filter_gradient(geometry, in, out, data<float>(dfilter));
+  if (needs_dfilter && !is_winograd && !uses_products(geometry))
     OneDnn::get().run(OneDnn::kFilterGradient, geometry, in, data<float>(dfilter), out);
   return {dx, dfilter};
 }

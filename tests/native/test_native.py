@@ -1062,8 +1062,8 @@ def test_loss_of_non_finite_logits(device, where):
 
 
 # (input channels, outputs, image size, kernel size, stride, paddings, dilation, groups). Convolutions with 3x3 filters,
-# at least 64 channels and stride 1 use Winograd's algorithm, except for few pixels. Sizes are even, odd, and too large
-# for one matrix product.
+# at least 64 channels and stride 1 use Winograd's algorithm, except for few pixels. Without AVX-512, filter gradients
+# with at least 128 channels are products of matrices. Sizes are even, odd, and too large for one matrix product.
 ONEDNN_CONVOLUTIONS = [
     (4, 32, (17, 18), 3, 2, (1, 1, 1, 1), 1, 1),
     (3, 16, (16, 16), 3, 2, (0, 1, 0, 1), 1, 1),
@@ -1075,6 +1075,11 @@ ONEDNN_CONVOLUTIONS = [
     (64, 64, (9, 9), 3, 1, (2, 2, 2, 2), 2, 1),
     (32, 24, (9, 7), 1, 1, (0, 0, 0, 0), 1, 1),
     (64, 128, (8, 8), 1, 2, (0, 0, 0, 0), 1, 1),
+    (128, 20, (20, 17), 1, 1, (0, 0, 0, 0), 1, 1),
+    (144, 200, (33, 17), 1, 2, (0, 0, 0, 0), 1, 1),
+    (128, 40, (9, 9), 3, 2, (1, 1, 1, 1), 1, 1),
+    (128, 16, (9, 9), 3, 1, (2, 2, 2, 2), 2, 1),
+    (256, 64, (19, 18), 3, 1, (1, 1, 1, 1), 1, 1),
     (32, 32, (9, 9), 3, 1, (1, 1, 1, 1), 1, 4),
     (12, 12, (9, 9), 7, 1, (3, 3, 3, 3), 1, 12),
 ]
