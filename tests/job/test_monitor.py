@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -322,7 +323,7 @@ def test_invalid_messages_of_coordinator_are_ignored(capsys):
 
 
 def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
-    monkeypatch.setattr(channel, "CONNECT_S", 0.1)
+    monkeypatch.setattr(channel, "connect", functools.partial(channel.connect, connect_s=0.1))
 
     async def scenario(job):
         job._listener.close()

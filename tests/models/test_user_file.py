@@ -14,7 +14,7 @@ from paddle_resnet import export, models, predict
 from paddle_resnet.checkpoints import contents, restore
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
-from paddle_resnet.serving import onnx_writer
+from paddle_resnet.serving import benchmark, onnx_writer
 from paddle_resnet.utils.errors import UsageError
 
 # Source code of a network file. Executing the code creates a file with the suffix .executed.
@@ -69,7 +69,7 @@ def test_example_supports_resume_evaluation_export_and_prediction(
     assert capsys.readouterr().out == from_export
     assert predict.main(["exported", image, "--device", "cpu", "--model-arch-name", "net.py:Net"]) == 2
     assert "exported; remove the flag" in capsys.readouterr().err
-    monkeypatch.setattr(predict, "BENCHMARK_S", 0)
+    monkeypatch.setattr(benchmark, "MIN_S", 0)
     monkeypatch.setattr(onnx_writer, "require", unavailable)
     flags = ["--benchmark", "--benchmark-batches", "1", "--device", "cpu", "--model-arch-name", "net.py:Net"]
     assert predict.main([str(trained / "1"), *flags]) == 0

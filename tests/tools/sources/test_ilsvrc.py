@@ -212,7 +212,7 @@ def test_numbers_of_complete_imagenet_are_accepted(tmp_path, monkeypatch, capsys
 def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, monkeypatch, to):
     official(tmp_path / "source")
     output = tmp_path / "x"
-    monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 4)
+    shards = 5 if to == "webdataset" else None
     monkeypatch.setattr(workers, "BLOCK", 4)
     read, count = workers.read_image, 0
 
@@ -225,7 +225,7 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
 
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
         stopped.setattr(workers, "read_image", interrupted)
-        sources.import_(tmp_path / "source", output, to, options=PART, workers=1)
+        sources.import_(tmp_path / "source", output, to, shards=shards, options=PART, workers=1)
     with pytest.raises(UsageError, match="the import is incomplete; repeat the `.*dataset import` command"):
         DataRoot(output).images(Mode.TRAIN)
     written = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.suffix in (".tar", ".JPEG")}
@@ -234,7 +234,7 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
         part = next(path for path in written if path.suffix == ".JPEG")
         part.write_bytes(part.read_bytes()[:100])
         del written[part]
-    sources.import_(tmp_path / "source", output, to, options=PART, workers=1)
+    sources.import_(tmp_path / "source", output, to, shards=shards, options=PART, workers=1)
     assert written.items() <= {path: path.stat().st_mtime_ns for path in written}.items()
     for mode, count in ((Mode.TRAIN, 20), (Mode.EVAL, 8)):
         images = DataRoot(output).images(mode)[1]

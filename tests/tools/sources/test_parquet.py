@@ -11,7 +11,7 @@ from layouts import color_of, colors_match, error_of_import, image, obeyed_remed
 from paddle_resnet import dataset
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.tools import convert, sources
+from paddle_resnet.tools import sources, workers
 from paddle_resnet.tools.sources import Options
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -140,7 +140,7 @@ def test_interrupted_import_continues(tmp_path, monkeypatch):
     for to in ("webdataset", "folder"):
         count = 0
         with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
-            stopped.setattr(convert, "read_image", interrupted)
+            stopped.setattr(workers, "read_image", interrupted)
             sources.import_(tmp_path / "source", tmp_path / to, to, shards=5 if to == "webdataset" else None, workers=1)
         with pytest.raises(UsageError, match="the import is incomplete; repeat the"):
             DataRoot(tmp_path / to).images(Mode.TRAIN)
