@@ -53,6 +53,7 @@ def of(program: str, function: Callable[[], int | None], needs_stdout: bool = Tr
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocks these signals
         _check_address_space()
         _check_working_directory()
+        _check_docstrings()
         with logger.result_on_stdout() if needs_stdout else contextlib.nullcontext():
             return function() or DONE
     except (UsageError, RunError) as e:
@@ -106,6 +107,13 @@ def _check_working_directory():
         os.getcwd()
     except OSError as e:  # importing Paddle would also fail without a working directory
         raise RunError(f"working directory: cannot be used ({e.strerror}); change to a different folder") from e
+
+
+def _check_docstrings():
+    if sys.flags.optimize > 1:
+        raise RunError(
+            "python -OO or PYTHONOPTIMIZE=2: Paddle cannot be imported without docstrings; use -O or PYTHONOPTIMIZE=1"
+        )
 
 
 def _address_space():

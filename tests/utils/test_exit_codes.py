@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, assert_one_error
 from paddle_resnet import config, dataset, doctor, export, predict, train
 from paddle_resnet import report as report_command
 from paddle_resnet.results import reading
@@ -245,6 +245,13 @@ def test_address_space_limit_below_need_of_paddle_exits_with_code_1():
         "train.py: error: ulimit -v: 500 MiB of address space, but at least 4,096 MiB are required; raise the limit, "
         "for example with ulimit -v unlimited\n"
     )
+
+
+def test_python_without_docstrings_exits_with_code_1():
+    command = [sys.executable, "-OO", "train.py", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert_one_error(done.stderr, ["python -OO or PYTHONOPTIMIZE=2", "use -O or PYTHONOPTIMIZE=1"])
 
 
 def test_deleted_working_directory_exits_with_code_1(tmp_path, work_in, capsys):
