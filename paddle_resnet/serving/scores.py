@@ -53,7 +53,7 @@ def score(
 
     For a multi-label network, "correct" and "ties" count pairs of image and class, whose probability is compared with
     the threshold, and there are also "decisions" (number of pairs), "map", and "map_ties": by how much mAP can change
-    if images whose probabilities differ by less than this limit exchange their places.
+    if images whose probabilities differ by less than this limit exchange their places, or share a place or not.
 
     Args:
         network: the checkpoint's Network.
@@ -124,7 +124,10 @@ def score(
     if args.multi_label:
         logits, labels = np.split(meter.rows(), 2, axis=1)
         scores, labels = label_metrics.probabilities(logits), labels > 0.5
-        shifted = (scores + shift * labels for shift in (-tie, 0, tie))
+        # Images with equal scores share a rank in mAP. Rounding can make scores equal or different.
+        different = np.linspace(0, tie / 1000, len(scores))[:, None]
+        equal = tie * np.round(scores / tie)
+        shifted = (scores - tie * labels + different, scores, equal + 2 * tie * labels)
         precisions = (label_metrics.average_precisions(labels, values) for values in shifted)
         low, mean, high = map(label_metrics.mean_average_precision, precisions)
         result |= {"map": mean, "map_ties": max(mean - low, high - mean), "decisions": len(losses) * args.num_of_class}
