@@ -124,14 +124,27 @@ def score(
     if args.multi_label:
         logits, labels = np.split(meter.rows(), 2, axis=1)
         scores, labels = label_metrics.probabilities(logits), labels > 0.5
-        # Images with equal scores share a rank in mAP. Rounding can make scores equal or different.
-        different = np.linspace(0, tie / 1000, len(scores))[:, None]
-        equal = tie * np.round(scores / tie)
-        shifted = (scores - tie * labels + different, scores, equal + 2 * tie * labels)
-        precisions = (label_metrics.average_precisions(labels, values) for values in shifted)
-        low, mean, high = map(label_metrics.mean_average_precision, precisions)
-        result |= {"map": mean, "map_ties": max(mean - low, high - mean), "decisions": len(losses) * args.num_of_class}
+        mean, change = map_and_ties(scores, labels, tie)
+        result |= {"map": mean, "map_ties": change, "decisions": len(losses) * args.num_of_class}
     return result
+
+
+def map_and_ties(scores: np.ndarray, labels: np.ndarray, tie: float) -> tuple[float, float]:
+    """Return (mAP, by how much mAP can change because of rounding).
+
+    Images with equal scores share a rank in mAP. Rounding can make equal scores different, or different ones equal.
+
+    Args:
+        scores: probabilities, array [images, classes].
+        labels: bool array [images, classes].
+        tie: maximum difference between scores whose order rounding can change.
+    """
+    different = np.linspace(0, tie / 1000, len(scores))[:, None]
+    equal = tie * np.round(scores / tie)
+    shifted = (scores - tie * labels + different, scores, equal + 2 * tie * labels)
+    precisions = (label_metrics.average_precisions(labels, values) for values in shifted)
+    low, mean, high = map(label_metrics.mean_average_precision, precisions)
+    return mean, max(mean - low, high - mean)
 
 
 def _binary_loss(logits, labels):

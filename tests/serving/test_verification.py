@@ -423,6 +423,18 @@ def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch)
         export.export(checkpoint, tmp_path / "exported", verify=photos)
 
 
+@pytest.mark.parametrize("gap", [0, 1e-7])
+def test_map_may_change_if_rounding_separates_or_joins_equal_scores(gap):
+    """Two copies of an image of the class have the scores 0.5 and 0.5 + gap, and follow two other images."""
+    labels = np.array([1, 0, 0, 1, 1], bool)[:, None]
+    scored = np.array([0.9, 0.8, 0.7, 0.5, 0.5 + gap])[:, None]
+    mean, change = scores.map_and_ties(scored, labels, 1e-4)
+    separate, joined = (1 + 2 / 4 + 3 / 5) / 3, (1 + 3 / 5 + 3 / 5) / 3
+    assert mean == pytest.approx(separate if gap else joined)
+    assert change == pytest.approx(joined - separate)
+    assert scores.map_and_ties(np.array([0.9, 0.8, 0.7, 0.6, 0.5])[:, None], labels, 1e-4)[1] == pytest.approx(0)
+
+
 def test_agreement_check_tolerates_ties_and_rounding():
     score = {"images": 100, "correct": 70, "ties": 1, "loss": 2.0}
     verification.check_agreement("a", score, "b", score | {"correct": 72, "loss": 2.0001}, "use c")
