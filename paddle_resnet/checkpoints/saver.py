@@ -64,17 +64,15 @@ def check_folder(
     Raises:
         UsageError: the folder cannot be created or written, another run is writing to it, or _check_no_other_run fails.
     """
+    # Only rank 0 writes to the folder. The other ranks must not read it now, because rank 0 may already create it.
+    exchange.from_rank_0(lambda: _check_folder(folder, checkpoint, starts, overwrite, resume))
+
+
+def _check_folder(folder, checkpoint, starts, overwrite, resume):
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, f"{existing} is not a writable folder")
-    except OSError as e:
-        raise folders.unwritable(folder, e) from e
-    exchange.from_rank_0(lambda: _check_content(folder, checkpoint, starts, overwrite, resume))
-
-
-def _check_content(folder, checkpoint, starts, overwrite, resume):
-    try:
         if run_folders.finished(folder):
             with run_lock.hold(folder):  # hold() fails if another run is still writing to the folder
                 _check_no_other_run(folder, checkpoint, starts, overwrite, resume)

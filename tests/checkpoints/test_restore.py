@@ -190,6 +190,15 @@ def test_different_classes_trigger_warning(capsys, before, now, is_fine_tuning, 
     assert capsys.readouterr().err == (warning if difference else "")
 
 
+def test_only_rank_0_checks_the_run_folder(tmp_path, monkeypatch):
+    """While another rank starts, rank 0 may already create and delete the folder (outputs.claim)."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is not a writable folder"):
+        saver_module.check_folder(tmp_path / "file/Tiny", None, {}, False, False)
+    monkeypatch.setattr(saver_module.exchange, "from_rank_0", lambda function: None)
+    saver_module.check_folder(tmp_path / "file/Tiny", None, {}, False, False)
+
+
 def test_folder_of_another_run_is_rejected(tmp_path, monkeypatch):
     root, starts = tmp_path / "new/Tiny", {"--from-pretrained-params": tmp_path / "new/Tiny/1"}
     modes, access = [], os.access
