@@ -526,9 +526,10 @@ def losses_with_a_resume(run_train, tmp_path):
     """Return a function that trains with a checkpoint after each step, deletes the checkpoints that are newer than
     `newest`, such as "1_1", and resumes the run. It returns (losses of the uninterrupted run, the same losses, but
     those after the checkpoint `newest` are from the resumed run), which must be equal. It needs one run less than
-    losses_with_a_stop. The folder tmp_path / "uninterrupted" is a copy of the checkpoints of the uninterrupted run."""
+    losses_with_a_stop. The folder tmp_path / "uninterrupted" is a copy of the checkpoints of the uninterrupted run.
+    `changes` are flags of only the resumed run."""
 
-    def losses_with_a_resume(newest, *flags, **places):
+    def losses_with_a_resume(newest, *flags, changes=(), **places):
         flags = [*flags, "--save-interval-steps", 1, "--keep-checkpoints", 99]
         code, report = run_train(*flags, **places)
         assert code == 0
@@ -540,7 +541,7 @@ def losses_with_a_resume(run_train, tmp_path):
         for folder, sequence in sequences.items():
             if sequence > sequences[checkpoint]:
                 shutil.rmtree(folder)
-        code, report = run_train(*flags, "--resume", **places)
+        code, report = run_train(*flags, "--resume", *changes, **places)
         assert code == 0
         resumed = losses(report)
         assert (int(checkpoint.name.split("_")[0]), 0) not in resumed and len(resumed) < len(expected)
