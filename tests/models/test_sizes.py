@@ -11,6 +11,8 @@ from helpers import NETWORK_EXAMPLE, OPTIONS_EXAMPLE
 from paddle_resnet.models import MODELS, Network, __main__, layers
 
 
+# The numbers of parameters of GhostNet, PPLCNet_x1_0 and PPHGNetV2_B0 are those of timm (ghostnet_100, lcnet_100,
+# hgnetv2_b0). tests/test_models.py tests those of more networks.
 # The multiply-adds of convolutions and classifiers were counted with hooks in timm's networks. For all networks except
 # ResNet50_vd, torchvision documents the same numbers: 1.814, 4.089, 4.230 and 0.301 billion.
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, assert_one_error, losses
+from conftest import ROOT, assert_one_error
 from helpers import NETWORK_EXAMPLE
 from paddle_resnet import export, models, predict
 from paddle_resnet.checkpoints import contents, restore
@@ -80,10 +80,9 @@ def unavailable(package):
     raise UsageError(f"{package} is not installed")
 
 
-def test_resume_inside_epoch_is_bit_identical(file, own_run, losses_with_a_stop):
-    flags = ["--model-arch-name", "net.py:Net", "--print-interval", "1"]
-    _, report = own_run("--print-interval", "1")
-    assert losses_with_a_stop(2, *flags, "--resume") == losses(report)
+def test_resume_inside_epoch_is_bit_identical(file, losses_with_a_resume):
+    expected, actual = losses_with_a_resume("0_2", "--model-arch-name", "net.py:Net", "--print-interval", "1")
+    assert actual == expected
 
 
 def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path, capsys):
