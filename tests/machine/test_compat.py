@@ -275,7 +275,7 @@ def rejecting_calls(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in MODULES_WITH_FUNCTIONS:
             found += [alias.name for alias in node.names if alias.name in REJECTING]
-        if not isinstance(node, ast.Attribute):
+        if not isinstance(node, ast.Attribute) or node.attr.lower() not in {*REJECTING, "executionstrategy"}:
             continue
         module, name = ast.unparse(node.value), node.attr
         is_function = module in MODULES_WITH_FUNCTIONS and name in REJECTING
