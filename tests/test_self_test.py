@@ -71,7 +71,7 @@ def test_random_changes_of_images_have_no_effect(data):
 
 def test_failed_run_does_not_stop_the_others(data):
     """A child process trains the runs after the failed one. The runs before and after it, which include custom kernels
-    if they can be built, have the recorded losses. A resumed run has the losses of the first."""
+    if they can be built, have the recorded losses."""
     [[first, *others]] = self_test.plan("cpu", native.missing() is None)
     remedy = "use --kernels paddle"
     unusable = self_test.Run("unusable", ["--device", "none"], "paddle", "CPU", remedy)
@@ -82,12 +82,27 @@ def test_failed_run_does_not_stop_the_others(data):
     assert [row.status for row in rows] == ["ok", "no", "ok"], rows
     assert rows[1].remedy == remedy
     assert "error: " in rows[1].detail and "--device" in rows[1].detail
-    # The difference from wrong losses is exactly their error, so the resumed losses are those of the first run.
-    losses = answers[first.what][0]
-    wrong = list(np.nextafter(losses, 0))
-    difference = self_test._difference(losses[2:], wrong[2:])
-    resumed = self_test._resume(data, first, {first.what: wrong})
-    assert (resumed.status, resumed.detail) == ("no", f"losses differ by {difference:.1g} (limit 0)")
+
+
+@pytest.mark.parametrize(("error", "status"), [(0.0, "ok"), (1e-15, "no")])
+def test_resumed_losses_must_equal_those_of_the_second_epoch(monkeypatch, tmp_path, error, status):
+    """test_self_test_passes_on_healthy_machine resumes a real run."""
+    losses = [2.0 - 0.1 * step for step in range(self_test.STEPS)]
+
+    def resume(arguments, timeout_s, environment):
+        [[*flags]] = json.loads(arguments[-1])
+        start = ["--from-checkpoint", str(tmp_path / "first/Net"), "--last-epoch-of-checkpoint", "0"]
+        assert flags[flags.index(start[0]) :][:4] == start
+        entries = [
+            {"type": "LOG", "step": [1, step], "data": {"train.loss": loss + error}}
+            for step, loss in enumerate(losses[self_test.STEPS // 2 :])
+        ]
+        (tmp_path / "resumed.json").write_text("".join(f"DLLL {json.dumps(entry)}\n" for entry in entries))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(self_test, "run", resume)
+    first = self_test.Run("first", [], "paddle", "CPU", "")
+    assert self_test._resume(tmp_path, first, {"first": losses}).status == status
 
 
 @pytest.mark.parametrize(

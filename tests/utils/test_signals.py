@@ -214,4 +214,4 @@ def test_models_command_ends_on_sigterm():
             maps.seek(0)
             time.sleep(0.05)
     process.terminate()
-    assert process.wait(20) == -signal.SIGTERM
+    assert process.wait(60) == -signal.SIGTERM
