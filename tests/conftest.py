@@ -525,6 +525,35 @@ def losses_with_a_stop(run_train, stop_before, tmp_path):
     return losses_with_a_stop
 
 
+@pytest.fixture
+def losses_with_a_resume(run_train, tmp_path):
+    """Return a function that trains with a checkpoint after each step, deletes the checkpoints that are newer than
+    `newest`, such as "1_1", and resumes the run. It returns (losses of the uninterrupted run, the same losses, but
+    those after the checkpoint `newest` are from the resumed run), which must be equal. It needs one run less than
+    losses_with_a_stop. The folder tmp_path / "uninterrupted" is a copy of the checkpoints of the uninterrupted run.
+    `changes` are flags of only the resumed run."""
+
+    def losses_with_a_resume(newest, *flags, changes=(), **places):
+        flags = [*flags, "--save-interval-steps", 1, "--keep-checkpoints", 99]
+        code, report = run_train(*flags, **places)
+        assert code == 0
+        expected = losses(report)
+        [checkpoint] = (tmp_path / "output").glob(f"*/{newest}")
+        root = checkpoint.parent
+        shutil.copytree(root, tmp_path / "uninterrupted", symlinks=True)
+        sequences = {path.parent: json.loads(path.read_text())["sequence"] for path in root.glob("[0-9]*/meta.json")}
+        for folder, sequence in sequences.items():
+            if sequence > sequences[checkpoint]:
+                shutil.rmtree(folder)
+        code, report = run_train(*flags, "--resume", *changes, **places)
+        assert code == 0
+        resumed = losses(report)
+        assert (int(checkpoint.name.split("_")[0]), 0) not in resumed and len(resumed) < len(expected)
+        return expected, expected | resumed
+
+    return losses_with_a_resume
+
+
 def read_report(path):
     """Return the entries of a report file, dictionaries with the keys "step" and "data"; [] if there is no file."""
     if not path.exists():
