@@ -285,8 +285,10 @@ def converted(photos, once):
             images = sorted((photos / split).glob("*/*"))
             lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
             (root / "filelist" / f"{split}.txt").write_text("".join(lines))
-        for name in data_files.FORMATS:
-            data_files.write(photos, root / name, name, 3, workers=2)
+        with pytest.MonkeyPatch.context() as patch:
+            use_threads(patch)
+            for name in data_files.FORMATS:
+                data_files.write(photos, root / name, name, 3, workers=2)
 
     root = once("converted", make)
     return {"folder": photos, **{name: root / name for name in ("filelist", *data_files.FORMATS)}}
@@ -320,10 +322,12 @@ def model_of(tmp_path):
 def convert_here(monkeypatch):
     """Make convert prepare images in threads instead of worker processes. tests/tools/test_convert.py tests the
     processes."""
-    monkeypatch.setattr(
-        workers, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options)
-    )
-    monkeypatch.setattr(workers.signals, "die_with_parent", lambda parent: None)
+    use_threads(monkeypatch)
+
+
+def use_threads(patch):
+    patch.setattr(workers, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options))
+    patch.setattr(workers.signals, "die_with_parent", lambda parent: None)
 
 
 @pytest.fixture
