@@ -1,7 +1,8 @@
 """The axes of the combination tests: features of a training run, with the flags of each value.
 
-Each pair of values of two axes occurs in a row of table.csv, unless conflicts.py declares it as a conflict. After a
-change to this file or to conflicts.py, write the table again: python tests/combinations/generate.py
+Each pair of values of two axes occurs in a row of table.csv, unless conflicts.py declares it as a conflict or the axes
+are INDEPENDENT. After a change to this file or to conflicts.py, write the table again:
+python tests/combinations/generate.py
 
 In flags, {data} is the folder of the generated data sets, {run} the output folder, {start} the checkpoint from which a
 run starts, {teacher} a checkpoint with the same network and preprocessing, {trace} the value of --profile-steps for the
@@ -216,16 +217,21 @@ UNCHANGED = {
     "benchmark_warmup_steps": "set with --benchmark",
 }
 
-# With Paddle 3, on a CPU and in a single process, every second row also has these flags, unless it has one of the
-# values in NOT_IN_PIR, with which they conflict.
+# Two axes that cannot influence each other: a network gets the same batches from each format. All their values occur,
+# but not each pair of them, which would require 15 x 11 rows.
+INDEPENDENT = {"format", "network"}
+
+# With Paddle 3, on a CPU and in a single process, the rows below PIR_ROWS also have these flags, unless they have one
+# of the values in NOT_IN_PIR, with which they conflict.
 PIR_FLAGS = ["--program-representation", "pir"]
+PIR_ROWS = 80  # the rows from here on have no further values
 NOT_IN_PIR = {"layout": ["NHWC native"], "qat": ["on"], "sparsity": ["mask_1d", "mask_2d_greedy", "mask_2d_best"]}
 NOT_IN_PIR |= {"teacher": ["own"]}
 
 
 def has_pir(number, values):
     """Return whether a row has PIR_FLAGS with Paddle 3, on a CPU and in a single process."""
-    return number % 2 == 1 and not any(values[axis] in excluded for axis, excluded in NOT_IN_PIR.items())
+    return number < PIR_ROWS and not any(values[axis] in excluded for axis, excluded in NOT_IN_PIR.items())
 
 
 # On a GPU, a row also has these flags and a value of each of GPU_AXES. In NHWC, kernels are native and steps are
@@ -246,11 +252,11 @@ GPU_REPLACEMENTS = [(("precision", "bfloat16 O2"), ("sparsity", ("mask_1d", "mas
 
 
 def gpu_values(number, values):
-    """Return the values of GPU_AXES for a row. Every second row has the first value of each axis."""
+    """Return the values of GPU_AXES for a row. Half of the rows have the first value of each axis."""
     result = {}
     for axis, choices in GPU_AXES.items():
         others = [*choices][1:]
-        result[axis] = others[number // 2 % len(others)] if number % 2 else next(iter(choices))
+        result[axis] = others[number // 4 % len(others)] if number % 4 > 1 else next(iter(choices))
     for (axis, value), (other, conflicting), replacement in GPU_REPLACEMENTS:
         if result[axis] == value and values[other] in conflicting:
             result[axis] = replacement

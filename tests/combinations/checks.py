@@ -21,7 +21,7 @@ a GPU does not change:
 - the evaluations of the teacher and of the run that trains the start, whose metrics are not compared
 - the evaluation of the checkpoint in rows with --run-scope train_only, which have no metrics to compare
 - except in rows whose number is a multiple of 7, the benchmark, the export, which converts the float32 weights of the
-  checkpoint and verifies the result on the CPU, and the predictions. With --rows 1/3, these rows have all EXPORTS.
+  checkpoint and verifies the result on the CPU, and the predictions. With --rows 1/2, these rows have all EXPORTS.
 """
 # ruff: noqa: I001
 

@@ -2,8 +2,8 @@
 
 python tests/combinations/run.py                                                       all rows, on a CPU
 python tests/combinations/run.py --rows 1/10 --ranks 2                                 jobs of two processes
-python tests/combinations/run.py --device gpu --rows 1/3 --processes 8                 on a GPU
-python tests/combinations/run.py --device gpu --gpus 2 --rows 1/16                     on two GPUs
+python tests/combinations/run.py --device gpu --rows 1/2 --processes 6                 on a GPU
+python tests/combinations/run.py --device gpu --gpus 2 --rows 1/5                      on two GPUs
 
 Each process imports Paddle once and checks one row after another. With --gpus N or --ranks N, each row is a job of N
 processes on N GPUs or on the CPU instead, started by Paddle's launcher. Only one job at a time runs on several GPUs: if
