@@ -285,8 +285,10 @@ def converted(photos, once):
             images = sorted((photos / split).glob("*/*"))
             lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
             (root / "filelist" / f"{split}.txt").write_text("".join(lines))
-        for name in data_files.FORMATS:
-            data_files.write(photos, root / name, name, 3, workers=2)
+        with pytest.MonkeyPatch.context() as patch:
+            use_threads(patch)
+            for name in data_files.FORMATS:
+                data_files.write(photos, root / name, name, 3, workers=2)
 
     root = once("converted", make)
     return {"folder": photos, **{name: root / name for name in ("filelist", *data_files.FORMATS)}}
@@ -320,10 +322,12 @@ def model_of(tmp_path):
 def convert_here(monkeypatch):
     """Make convert prepare images in threads instead of worker processes. tests/tools/test_convert.py tests the
     processes."""
-    monkeypatch.setattr(
-        workers, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options)
-    )
-    monkeypatch.setattr(workers.signals, "die_with_parent", lambda parent: None)
+    use_threads(monkeypatch)
+
+
+def use_threads(patch):
+    patch.setattr(workers, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options))
+    patch.setattr(workers.signals, "die_with_parent", lambda parent: None)
 
 
 @pytest.fixture
@@ -519,6 +523,35 @@ def losses_with_a_stop(run_train, stop_before, tmp_path):
         return first | losses(report)
 
     return losses_with_a_stop
+
+
+@pytest.fixture
+def losses_with_a_resume(run_train, tmp_path):
+    """Return a function that trains with a checkpoint after each step, deletes the checkpoints that are newer than
+    `newest`, such as "1_1", and resumes the run. It returns (losses of the uninterrupted run, the same losses, but
+    those after the checkpoint `newest` are from the resumed run), which must be equal. It needs one run less than
+    losses_with_a_stop. The folder tmp_path / "uninterrupted" is a copy of the checkpoints of the uninterrupted run.
+    `changes` are flags of only the resumed run."""
+
+    def losses_with_a_resume(newest, *flags, changes=(), **places):
+        flags = [*flags, "--save-interval-steps", 1, "--keep-checkpoints", 99]
+        code, report = run_train(*flags, **places)
+        assert code == 0
+        expected = losses(report)
+        [checkpoint] = (tmp_path / "output").glob(f"*/{newest}")
+        root = checkpoint.parent
+        shutil.copytree(root, tmp_path / "uninterrupted", symlinks=True)
+        sequences = {path.parent: json.loads(path.read_text())["sequence"] for path in root.glob("[0-9]*/meta.json")}
+        for folder, sequence in sequences.items():
+            if sequence > sequences[checkpoint]:
+                shutil.rmtree(folder)
+        code, report = run_train(*flags, "--resume", *changes, **places)
+        assert code == 0
+        resumed = losses(report)
+        assert (int(checkpoint.name.split("_")[0]), 0) not in resumed and len(resumed) < len(expected)
+        return expected, expected | resumed
+
+    return losses_with_a_resume
 
 
 def read_report(path):

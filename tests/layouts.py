@@ -1,6 +1,7 @@
 """Miniature data sets for the tests of dataset import. Each class has a color."""
 
 import colorsys
+import functools
 import io
 import os
 import re
@@ -22,6 +23,7 @@ from paddle_resnet.utils.mode import Mode
 COLORS = 8
 
 
+@functools.cache
 def image(k, i=0, kind="JPEG"):
     """Return an image file of class k with the color of this class. Different i yield different files."""
     pixels = np.empty((24, 28, 3))

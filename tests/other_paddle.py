@@ -93,23 +93,25 @@ def write(folder):
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
-def check(folder, rtol):
+def check(folders, rtol):
     """Compare four results: the losses of training from the same seed, the loaded parameters, the losses of training
     that starts with these parameters, and the probabilities.
 
     Args:
-        folder: folder that `write` has filled.
+        folders: folders that `write` has filled.
         rtol: relative tolerance of losses and probabilities. Parameters must be bit-identical.
     """
-    expected = json.loads((folder / "expected.json").read_text())
     run = Run()
-    np.testing.assert_allclose(run.train(0), expected["losses"][:STEPS], rtol=rtol)
-    variables.load(run.args.part(variables.LoadOptions), folder, run.main, paddle.CPUPlace())
-    states = [pickle.loads((folder / name).read_bytes()) for name in FILES]
-    for name, array in (states[0] | states[1]).items():
-        np.testing.assert_array_equal(variables.read(name).reshape(array.shape), array, err_msg=name)
-    np.testing.assert_allclose(run.train(STEPS), expected["losses"][STEPS:], rtol=rtol)
-    np.testing.assert_allclose(_predict(folder), expected["probabilities"], rtol=rtol)
+    first = run.train(0)
+    for folder in folders:
+        expected = json.loads((folder / "expected.json").read_text())
+        np.testing.assert_allclose(first, expected["losses"][:STEPS], rtol=rtol)
+        variables.load(run.args.part(variables.LoadOptions), folder, run.main, paddle.CPUPlace())
+        states = [pickle.loads((folder / name).read_bytes()) for name in FILES]
+        for name, array in (states[0] | states[1]).items():
+            np.testing.assert_array_equal(variables.read(name).reshape(array.shape), array, err_msg=name)
+        np.testing.assert_allclose(run.train(STEPS), expected["losses"][STEPS:], rtol=rtol)
+        np.testing.assert_allclose(_predict(folder), expected["probabilities"], rtol=rtol)
 
 
 def _predict(folder):
@@ -121,4 +123,4 @@ def _predict(folder):
 
 if __name__ == "__main__":
     action, path = sys.argv[1:]
-    write(Path(path)) if action == "write" else check(Path(path), rtol=1e-5)
+    write(Path(path)) if action == "write" else check([Path(path)], rtol=1e-5)

@@ -5,6 +5,7 @@ folder, and the functions that take all settings. It reads the files, but import
 """
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -14,9 +15,15 @@ SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cc", ".j2"}
 FLAT = ("args", "settings")  # names of parameters that are the values of all flags
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a file, which must not change afterwards. The first node is the module."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def functions(path: Path) -> list[ast.FunctionDef]:
     """Return all functions and methods in a file, including nested ones."""
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
 
 
 def parameters(function: ast.FunctionDef) -> list[ast.arg]:
@@ -33,8 +40,8 @@ def takes_settings(function: ast.FunctionDef, names: Collection[str] = ("values.
 
 def taking(path: Path) -> list[ast.FunctionDef]:
     """Return the functions of a file that take all settings."""
-    names, tree = {"values.Settings"}, ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    names = {"values.Settings"}
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module == "paddle_resnet.settings.values":
             names |= {alias.name for alias in node.names if alias.name == "Settings"}
     return [function for function in functions(path) if takes_settings(function, names)]

@@ -68,7 +68,7 @@ print("images", metrics["images"])
 
 
 def test_example_with_imports_of_checkout_runs(photos):
-    flags = ["--model-arch-name", "MobileNetV3_Small", "--crop-size", "32", "--batch-size", "8", "--device", "cpu"]
+    flags = ["--model-arch-name", "ResNet18", "--crop-size", "32", "--batch-size", "8", "--device", "cpu"]
     command = [sys.executable, "-c", EXAMPLE, "--image-root", str(photos), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

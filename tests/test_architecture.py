@@ -66,8 +66,8 @@ def modules():
 def imports(path, known, only_at_module_level=False):
     """Return the modules that a file imports, at module level and, unless only_at_module_level is set, in functions,
     including submodules of a package."""
-    imported, tree = set(), ast.parse(path.read_text())
-    for node in tree.body if only_at_module_level else ast.walk(tree):
+    imported, nodes = set(), structure.nodes(path)
+    for node in nodes[0].body if only_at_module_level else nodes:
         if isinstance(node, ast.Import):
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -181,9 +181,7 @@ def test_parameters_that_contain_all_settings_are_found():
 
 @pytest.mark.parametrize("name", ["paddle_resnet/train.py", "paddle_resnet/phases.py", "paddle_resnet/program.py"])
 def test_spine_functions_are_shorter_than_60_lines(name):
-    tree = ast.parse((ROOT / name).read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert not [f.name for f in functions if f.end_lineno - f.lineno >= 60]
+    assert not [f.name for f in structure.functions(ROOT / name) if f.end_lineno - f.lineno >= 60]
     assert name != "paddle_resnet/train.py" or len((ROOT / name).read_text().splitlines()) <= 150
 
 
@@ -200,19 +198,20 @@ INTERNAL = {
 INTERNAL |= {"_rename_input", "_rename_output", "_rename_var", "_update_desc_attr"}
 
 
-def internal_uses(code):
-    """Return [(line, attribute)] for all uses of INTERNAL in a piece of code."""
-    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute) and node.attr in INTERNAL]
-    return sorted((node.lineno, node.attr) for node in nodes)
+def internal_uses(nodes):
+    """Return [(line, attribute)] for all uses of INTERNAL in the nodes of a syntax tree."""
+    used = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in INTERNAL]
+    return sorted((node.lineno, node.attr) for node in used)
 
 
 def test_only_graph_uses_internal_interfaces_of_programs():
-    found = {module: uses for module, path in modules().items() if (uses := internal_uses(path.read_text()))}
+    found = {module: uses for module, path in modules().items() if (uses := internal_uses(structure.nodes(path)))}
     assert set(found) == {"paddle_resnet.graph", "paddle_resnet.graph.pir"}
 
 
 def test_internal_uses_are_found():
-    assert internal_uses("f(op.desc.id())\nx = program.global_block().ops\ny.block()") == [
+    code = "f(op.desc.id())\nx = program.global_block().ops\ny.block()"
+    assert internal_uses(ast.walk(ast.parse(code))) == [
         (1, "desc"),
         (2, "global_block"),
     ]

@@ -5,6 +5,7 @@ import importlib
 import os
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -53,15 +54,40 @@ def test_unknown_command_is_an_error(run, name, remedy):
     assert done.stderr == f"paddle-resnet: error: {name}: unknown command; {remedy}\n"
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_runs_its_module(run, capsys, name):
-    done = run(name, "--help")
+# Runs the commands in a single process, because starting processes takes most of the time.
+HELP_OF_EACH_COMMAND = """
+import sys
+
+name, *sys.argv = sys.argv
+from paddle_resnet import cli
+
+for name in cli.COMMANDS:
+    sys.argv[1:] = [name, "--help"]
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert end.code in (None, 0)
+    print("\\f")
+"""
+
+
+def test_each_command_runs_its_module(console_script, capsys):
+    command = [sys.executable, "-W", "ignore", "-c", HELP_OF_EACH_COMMAND, console_script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    module = importlib.import_module(f"paddle_resnet.{name}{'.__main__' if name == 'models' else ''}")
-    with contextlib.suppress(SystemExit):
-        module.main(["--help"])
-    assert done.stdout.splitlines()[0] == capsys.readouterr().out.splitlines()[0]
-    assert "train.py" not in done.stdout and "python -m" not in done.stdout
+    texts = done.stdout.split("\f\n")
+    for name, text in zip(cli.COMMANDS, texts[:-1], strict=True):
+        module = importlib.import_module(f"paddle_resnet.{name}{'.__main__' if name == 'models' else ''}")
+        with contextlib.suppress(SystemExit):
+            module.main(["--help"])
+        assert text.splitlines()[0] == capsys.readouterr().out.splitlines()[0]
+        assert "train.py" not in text and "python -m" not in text
+
+
+def test_command_exits_with_its_code(run):
+    done = run("models", "--help")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
+    assert run("models", "no_network").returncode == 2
 
 
 def test_remedy_of_installed_command_works_as_typed(run, photos, tmp_path):

@@ -60,8 +60,12 @@ def test_sample_image_matches_its_digit(sample, digits, index):
     assert np.abs(digits.images - pixels).mean((1, 2)).argmin() == index
 
 
-def test_sample_is_byte_identical_in_every_folder(sample, tmp_path):
+def test_sample_is_byte_identical_and_replaces_partial_output_of_interrupted_run(sample, tmp_path):
+    left_over = tmp_path / "digits.partial" / "train" / "0" / "left_over.jpg"
+    left_over.parent.mkdir(parents=True)
+    left_over.write_bytes(b"half an image")
     dataset.write_sample(tmp_path / "digits")
+    assert [path.name for path in tmp_path.iterdir()] == ["digits"]
     expected, actual = files(sample), files(tmp_path / "digits")
     assert actual.keys() == expected.keys()
     assert all(actual[name].read_bytes() == path.read_bytes() for name, path in expected.items())
@@ -71,15 +75,6 @@ def test_complete_sample_is_not_rewritten(sample):
     before = {name: path.stat().st_mtime_ns for name, path in files(sample).items()}
     assert dataset.write_sample(sample) == (1438, 359)
     assert {name: path.stat().st_mtime_ns for name, path in files(sample).items()} == before
-
-
-def test_sample_replaces_partial_output_of_interrupted_run(sample, tmp_path):
-    left_over = tmp_path / "digits.partial" / "train" / "0" / "left_over.jpg"
-    left_over.parent.mkdir(parents=True)
-    left_over.write_bytes(b"half an image")
-    dataset.write_sample(tmp_path / "digits")
-    assert [path.name for path in tmp_path.iterdir()] == ["digits"]
-    assert files(tmp_path / "digits").keys() == files(sample).keys()
 
 
 def test_interrupted_sample_leaves_no_output_folder(tmp_path, monkeypatch):

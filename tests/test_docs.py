@@ -1,6 +1,5 @@
 """Check that README, docs and benchmarks refer only to existing files, tests, flags, modules and figures."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from fnmatch import fnmatch
 import pytest
 import yaml
 
+import structure
 from conftest import ROOT
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import PARSER
@@ -56,8 +56,7 @@ def test_referenced_tests_exist(page):
     for path, name in re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(test_\w+))?", page.read_text()):
         file = ROOT / path
         assert file.exists(), path
-        functions = {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
-        assert not name or name in functions, f"{path}::{name}"
+        assert not name or name in {f.name for f in structure.functions(file)}, f"{path}::{name}"
 
 
 def test_example_in_readme_of_tests_is_a_test():

@@ -52,6 +52,12 @@ def facts(once, monkeypatch):
 
 
 @pytest.fixture
+def in_this_process(monkeypatch):
+    """Query the versions in this process."""
+    monkeypatch.setattr(doctor, "_in_child", lambda function, *arguments: (function(*arguments), None))
+
+
+@pytest.fixture
 def examine(monkeypatch, tmp_path):
     """Return a function that runs all fast checks of the doctor and returns {what: Row}."""
     monkeypatch.setattr(doctor, "_tests", lambda device, lack: iter([doctor.Row("tests", f"{device}, {lack}")]))
@@ -75,20 +81,17 @@ def test_doctor_prints_table_and_exits_by_status(examine, facts, capsys, tmp_pat
     assert "choose a different --output-dir" in out and "training would fail on this machine" in out
 
 
-def test_missing_compiler_is_a_note(examine, monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_in_child", lambda function: (function(), None))
-    monkeypatch.setenv("CXX", "nosuch")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_missing_compiler_is_a_note(examine, in_this_process, environment, tmp_path):
+    environment(CXX="nosuch", XDG_CACHE_HOME=tmp_path)
     rows = examine()
     remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's slower kernels"
     assert rows["C++ compiler"] == ("C++ compiler", "nosuch: not found", "note", remedy)
     assert rows["tests"].detail == "cpu, no C++ compiler (nosuch)"
 
 
-def test_unwritable_kernel_cache_is_a_note(examine, monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_in_child", lambda function: (function(), None))
+def test_unwritable_kernel_cache_is_a_note(examine, in_this_process, environment, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    environment(XDG_CACHE_HOME=tmp_path / "file")
     assert examine()["kernel cache"].status == "note"
 
 
@@ -187,21 +190,26 @@ def test_incorrectly_decoded_image_is_an_error(monkeypatch):
         doctor._decode_image("cpu")
 
 
-def in_children(monkeypatch, tmp_path, code):
-    """Execute `code` at the start of every Python child process."""
-    (tmp_path / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+@pytest.fixture
+def in_children(environment, tmp_path):
+    """Return a function that sets a program to execute at the start of every Python child process."""
+
+    def in_children(code):
+        (tmp_path / "sitecustomize.py").write_text(code)
+        environment(PYTHONPATH=tmp_path)
+
+    return in_children
 
 
-def test_crashing_library_is_reported(examine, monkeypatch, tmp_path):
-    in_children(monkeypatch, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+def test_crashing_library_is_reported(examine, in_children):
+    in_children("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     rows = examine()
     assert rows["Paddle"].detail == "killed by SIGSEGV" and rows["Paddle"].status == "no"
     assert "tests" not in rows and "disk" in rows
 
 
-def test_missing_paddle_is_reported(examine, monkeypatch, tmp_path):
-    in_children(monkeypatch, tmp_path, "import sys\nsys.modules['paddle'] = None")
+def test_missing_paddle_is_reported(examine, in_children):
+    in_children("import sys\nsys.modules['paddle'] = None")
     rows = examine()
     assert "ModuleNotFoundError: " in rows["Paddle"].detail and rows["Paddle"].status == "no"
     requirements = "gpu" if doctor._nvidia_gpus() else "cpu"
@@ -219,8 +227,7 @@ def test_doctor_runs_if_paddle_cannot_be_imported(tmp_path):
     assert "GiB available" in done.stdout
 
 
-def test_unsupported_paddle_is_reported(examine, monkeypatch):
-    monkeypatch.setattr(doctor, "_in_child", lambda function: (function(), None))
+def test_unsupported_paddle_is_reported(examine, in_this_process, monkeypatch):
     monkeypatch.setattr(compat.check_version, "__defaults__", ("2.4.1",))
     rows = examine()
     assert rows["Paddle"].status == "no" and "Paddle 2.4.1: not supported" in rows["Paddle"].detail
@@ -350,10 +357,9 @@ def test_missing_libraries_of_a_gpu_are_reported(monkeypatch):
 
 
 @pytest.fixture
-def gpu_machine(monkeypatch):
+def gpu_machine(in_this_process, monkeypatch):
     """Simulate a machine with two GPUs. Functions that would run in child processes run in this process."""
     monkeypatch.setattr(doctor, "_nvidia_gpus", lambda: [["NVIDIA H100", "81559 MiB", "550.54.15"]] * 2)
-    monkeypatch.setattr(doctor, "_in_child", lambda function, *arguments: (function(*arguments), None))
     monkeypatch.setattr(doctor, "_has_jpeg_unit", lambda: True)
     monkeypatch.setattr(gpus, "describe_build", lambda: "Paddle 2.6.2 for CUDA 11.8, capability 6.1 8.6")
     monkeypatch.setattr(libraries, "is_served", lambda: True)

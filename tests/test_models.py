@@ -1,4 +1,4 @@
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import paddle
@@ -31,6 +31,12 @@ def describe(network, shape):
         model.eval()
         out = model(static.data("data", [None, *shape], dtype="float32"))
     return main, startup, out
+
+
+@cache
+def described(arch):
+    """Return the program of a network of the registry, which tests must not change."""
+    return describe(MODELS[arch], (3, 64, 64))[0]
 
 
 def build(network, shape):
@@ -116,7 +122,7 @@ def test_mobilenet_logits_and_gradients_match_paddle_vision(float64, layout, arc
 def test_resnet50_parameter_names_match_nvidia_example():
     """Checkpoints are loaded by parameter name. The network has a classifier and 53 convolutions with BN. A projection
     comes after the branch of its block."""
-    program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
+    program = described("ResNet50")
     names = [p.name for p in program.all_parameters()]
     expected = []
     for i in range(53):
@@ -130,19 +136,19 @@ def test_resnet50_parameter_names_match_nvidia_example():
 
 @pytest.mark.parametrize("arch", EXPECTED_PARAMETERS)
 def test_trainable_parameter_count(arch):
-    program, _, _ = describe(MODELS[arch], (3, 64, 64))
+    program = described(arch)
     trainable = sum(int(np.prod(p.shape)) for p in program.all_parameters() if p.trainable)
     assert trainable == EXPECTED_PARAMETERS[arch]
 
 
 @pytest.mark.parametrize(("arch", "convolutions"), [("ResNet34", 36), ("ResNet101", 104), ("ResNet152", 155)])
 def test_number_of_convolutions(arch, convolutions):
-    program, _, _ = describe(MODELS[arch], (3, 64, 64))
+    program = described(arch)
     assert sum(op.type == "conv2d" for op in program.global_block().ops) == convolutions
 
 
 def test_stride_is_in_3x3_convolution():
-    program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
+    program = described("ResNet50")
     block = program.global_block()
     strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
     kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]

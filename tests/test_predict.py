@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import io
 import json
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import NHWC, ROOT, phase
+from conftest import NHWC, ROOT
 from paddle_resnet import export, predict
 from paddle_resnet.checkpoints import contents
 from paddle_resnet.data import bad_images
@@ -31,6 +32,16 @@ def val_images(photo_paths):
     return photo_paths, [int(path.split("/class")[1][0]) for path in photo_paths]
 
 
+@pytest.fixture
+def exported(once, checkpoint, tmp_path):
+    """Return a copy of the folder of an export. All tests share the export."""
+
+    def make(folder):
+        export.export(checkpoint, folder / "export")
+
+    return shutil.copytree(once("export_for_predict", make) / "export", tmp_path / "export")
+
+
 def probabilities(path, images, **options):
     actual = list(image_files.predict(inference.open_model(path, "cpu"), images, **options))
     assert [image for image, *_ in actual] == images
@@ -41,13 +52,12 @@ def probabilities(path, images, **options):
     ("kind", "shape"),
     [*((kind, "4,32,32") for kind in KINDS), ("checkpoint", "3,32,48"), ("uint8 export", "4,48,32")],
 )
-def test_predictions_match_evaluation(run_train, tmp_path, model_of, val_images, kind, shape):
+def test_predictions_match_evaluation(trained, model_of, val_images, kind, shape):
     """Preprocessing, channels, width and height come from the checkpoint."""
     preprocessing = ["--resize-short", "44", "--interp", "cubic", "--normalize-mean", "0.5,0.4,0.3"]
-    code, report = run_train(*preprocessing, *NHWC, "--image-shape", shape)
-    expected = phase(report, [0], "val.")
+    checkpoint, expected = trained(*preprocessing, *NHWC, "--image-shape", shape)
     paths, labels = val_images
-    actual = probabilities(model_of(kind, tmp_path / "output/Tiny/0"), paths, batch_size=5)
+    actual = probabilities(model_of(kind, checkpoint), paths, batch_size=5)
     assert actual.shape == (23, 3)
     assert np.mean(actual.argmax(axis=1) == labels) == expected["top1"]
     losses = -np.log(actual[np.arange(23), labels].astype(np.float64))
@@ -312,10 +322,9 @@ def test_invalid_command_exits_with_code_2_and_an_error(checkpoint, val_images, 
     ],
     ids=["model", "flipped bit of the weights", "no weights", "no file list", "outputs", "input", "pipe", "link"],
 )
-def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val_images, capsys, damage, message):
-    folder = model_of("export", checkpoint)
-    damage(folder)
-    assert predict.main([str(folder), val_images[0][0], "--device", "cpu"]) == 2
+def test_damaged_export_exits_with_code_2_and_an_error(exported, val_images, capsys, damage, message):
+    damage(exported)
+    assert predict.main([str(exported), val_images[0][0], "--device", "cpu"]) == 2
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
 
@@ -328,16 +337,15 @@ def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val
     ],
     ids=["precision", "network"],
 )
-def test_flags_that_an_export_determines_are_errors(checkpoint, model_of, val_images, capsys, flags, problem):
-    folder = model_of("export", checkpoint)
+def test_flags_that_an_export_determines_are_errors(exported, val_images, capsys, flags, problem):
     for arguments in ([val_images[0][0]], ["--benchmark", "--benchmark-batches", "1"]):
-        assert predict.main([str(folder), *arguments, "--device", "cpu", *flags]) == 2
-        assert problem.format(folder) in capsys.readouterr().err
+        assert predict.main([str(exported), *arguments, "--device", "cpu", *flags]) == 2
+        assert problem.format(exported) in capsys.readouterr().err
 
 
-def test_files_of_an_export_are_read_only_once(checkpoint, model_of, val_images, monkeypatch):
+def test_files_of_an_export_are_read_only_once(exported, val_images, monkeypatch):
     """Paddle would crash if it read a file that changed after the check of its sha256."""
-    folder, open_regular = model_of("export", checkpoint), contents.open_regular
+    open_regular = contents.open_regular
 
     def open_and_remove(path):
         file = open_regular(path)
@@ -345,8 +353,8 @@ def test_files_of_an_export_are_read_only_once(checkpoint, model_of, val_images,
         return file
 
     monkeypatch.setattr(contents, "open_regular", open_and_remove)
-    assert predict.main([str(folder), val_images[0][0], "--device", "cpu"]) == 0
-    assert not (folder / "model.pdiparams").exists()
+    assert predict.main([str(exported), val_images[0][0], "--device", "cpu"]) == 0
+    assert not (exported / "model.pdiparams").exists()
 
 
 @pytest.mark.parametrize(
@@ -422,13 +430,12 @@ def test_flipped_bit_in_onnx_file_of_an_export_is_an_error(checkpoint, model_of,
     assert "model.onnx: damaged (it does not match its sha256 in model.json)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "export", "ONNX"])
-def test_model_folder_name_may_be_invalid_utf_8(checkpoint, model_of, val_images, tmp_path, kind):
+def test_model_folder_name_may_be_invalid_utf_8(checkpoint, model_of, val_images, tmp_path):
     (image, *_), _ = val_images
     folder = tmp_path / os.fsdecode(b"\xff")
-    model = model_of(kind, checkpoint)
-    (model.parent if kind == "ONNX" else model).rename(folder)
-    probabilities(folder / "model.onnx" if kind == "ONNX" else folder, [image])
+    model_of("ONNX", checkpoint).parent.rename(folder)
+    for model in (checkpoint.rename(tmp_path / os.fsdecode(b"\xfe")), folder, folder / "model.onnx"):
+        probabilities(model, [image])
 
 
 def test_image_name_may_be_invalid_utf_8(checkpoint, val_images, tmp_path, capsys):
@@ -465,28 +472,38 @@ def test_csv_device_is_not_locked():
         assert not locks.file_of(os.devnull).exists()
 
 
-def test_csv_with_json_requires_that_stdout_is_read(checkpoint, val_images, tmp_path):
+@contextlib.contextmanager
+def closed_stdout():
+    """Replace stdout by a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, contextlib.redirect_stdout(pipe):
+        yield
+
+
+def test_csv_with_json_requires_that_stdout_is_read(exported, val_images, tmp_path, capsys):
     """If closing stdout were not an error, `... | head -1` would end the command without a message and without the
     file."""
-    export.export(checkpoint, tmp_path / "export")
-    command = [sys.executable, "-m", "paddle_resnet.predict", tmp_path / "export", *val_images[0], "--device", "cpu"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "--csv", tmp_path / "table.csv", "--json"], cwd=ROOT, **pipes) as process:
-        process.stdout.close()
-        assert process.stderr.read().endswith(
-            f"error: --csv {tmp_path}/table.csv: not written, because stdout was closed; read all of stdout, or remove "
-            "--json\n"
-        )
-    assert process.returncode == 1
+    flags = ["--device", "cpu", "--csv", str(tmp_path / "table.csv"), "--json"]
+    with closed_stdout():
+        assert predict.main([str(exported), *val_images[0], *flags]) == 1
+    assert capsys.readouterr().err.endswith(
+        f"error: --csv {tmp_path}/table.csv: not written, because stdout was closed; read all of stdout, or remove "
+        "--json\n"
+    )
     assert not [path for path in tmp_path.iterdir() if "table" in path.name]
 
 
-@pytest.mark.parametrize("flags", [[], ["--csv", "-"]], ids=" ".join)
-def test_closed_pipe_ends_predictions_of_paths_on_stdin_silently(checkpoint, val_images, tmp_path, flags):
-    export.export(checkpoint, tmp_path / "export")
-    command = [sys.executable, "-m", "paddle_resnet.predict", tmp_path / "export", "-", "--device", "cpu"]
+def test_closed_pipe_ends_csv_silently(exported, val_images, capsys):
+    with closed_stdout():
+        assert predict.main([str(exported), *val_images[0], "--device", "cpu", "--csv", "-"]) == 141
+    assert "error" not in capsys.readouterr().err
+
+
+def test_closed_pipe_ends_predictions_of_paths_on_stdin_silently(exported, val_images):
+    command = [sys.executable, "-m", "paddle_resnet.predict", exported, "-", "--device", "cpu"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, *flags], cwd=ROOT, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         process.stdout.close()
         process.stdin.write("".join(f"{path}\n" for path in val_images[0]))
         process.stdin.close()

@@ -19,6 +19,16 @@ PREPROCESSING = ["--interp", "cubic", "--resize-short", "40", "--normalize-mean"
 RESULTS = ("loss", "top1", "top5", "images")
 
 
+@pytest.fixture
+def preprocessed(once, run_train, tmp_path):
+    """Return a copy of a checkpoint that was trained with PREPROCESSING."""
+
+    def make(folder):
+        assert run_train(*PREPROCESSING, "--output-dir", folder)[0] == 0
+
+    return shutil.copytree(once("preprocessed", make) / "Tiny/0", tmp_path / "output/Tiny/0")
+
+
 def evaluation(report):
     return {name: phase(report, [], "val.")[name] for name in RESULTS}
 
@@ -47,9 +57,8 @@ def test_resume_rejects_default_network_next_to_other_run(checkpoint, run_bare, 
 
 
 @pytest.mark.parametrize("flag", ["--from-checkpoint", "--from-pretrained-params"])
-def test_evaluation_inherits_flags_of_training_run(run_train, run_bare, tmp_path, capsys, flag):
-    assert run_train(*PREPROCESSING)[0] == 0
-    folder = tmp_path / "output/Tiny/0"
+def test_evaluation_inherits_flags_of_training_run(run_bare, preprocessed, capsys, flag):
+    folder = preprocessed
     capsys.readouterr()
     code, report = run_bare("--run-scope", "eval_only", flag, folder)
     assert code == 0
@@ -73,9 +82,8 @@ def test_evaluation_inherits_flags_of_training_run(run_train, run_bare, tmp_path
     assert warning in capsys.readouterr().err
 
 
-def test_fine_tuning_inherits_preprocessing(run_train, run_bare, tmp_path, capsys):
-    assert run_train(*PREPROCESSING)[0] == 0
-    folder = tmp_path / "output/Tiny/0"
+def test_fine_tuning_inherits_preprocessing(run_bare, preprocessed, tmp_path, capsys):
+    folder = preprocessed
     capsys.readouterr()
     assert run_bare("--from-pretrained-params", folder, "--normalize-mean", "0,0,0")[0] == 0
     arguments = contents.verify(tmp_path / "bare/Tiny/0")["arguments"]
@@ -135,9 +143,8 @@ def test_evaluation_rejects_skip_classifier(run_bare, checkpoint, capsys):
     assert_one_error(capsys.readouterr().err, ["skip-classifier: leaves the classifier untrained"])
 
 
-def test_checkpoint_without_interp_is_evaluated_with_linear_filter(run_train, run_bare, tmp_path):
-    assert run_train("--interp", "linear")[0] == 0
-    folder = tmp_path / "output/Tiny/0"
+def test_checkpoint_without_interp_is_evaluated_with_linear_filter(run_bare, checkpoint, tmp_path):
+    folder = checkpoint  # was trained with --interp linear
     old = rewrite(folder, lambda meta: meta["arguments"].pop("interp"), tmp_path / "old")
     code, report = run_bare("--run-scope", "eval_only", "--from-checkpoint", old)
     assert code == 0

@@ -115,53 +115,74 @@ def all_have_exited(runs):
     return not pids
 
 
-def kill_and_resume(runs, fatal):
-    """Run a command, kill the process just before change number `fatal` to the output folder, and run the command
-    again.
-
-    Returns:
-        False if the run finished before change number `fatal`.
-    """
-    code, output = runs.finish(runs.start(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root))
-    if code == 0:
-        return False
+# A run changes its output folder about 60 times. The tested change occurs while the run deletes a checkpoint.
+def test_kill_during_commit(runs, expected):
+    code, output = runs.finish(runs.start(*FLAGS, "--fatal-change", 31, "--fatal-root", runs.root))
     assert code == -signal.SIGKILL, output
     runs.check()
     runs.complete()
     assert [path.name for path in runs.root.glob(".*")] == [".lock"]
-    return True
-
-
-# A run changes its output folder about 60 times. The tested changes occur while the run writes the first checkpoint,
-# writes the second one, and deletes a checkpoint.
-@pytest.mark.parametrize("fatal", [*(pytest.param(change, marks=pytest.mark.soak) for change in (4, 13)), 31])
-def test_kill_during_commit(runs, expected, fatal):
-    assert kill_and_resume(runs, fatal)
     assert runs.losses == expected
+
+
+@pytest.fixture
+def before_changes():
+    """Return a function before_changes(root, call), which calls `call` before each change of a file below `root` in
+    this process, during the rest of the test."""
+    calls = []
+
+    def audit(event, args):
+        writes = event == "open" and isinstance(args[1], str) and "w" in args[1]
+        if calls and (writes or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink")):
+            root, call = calls[0]
+            if str(root) in str(args[0]):
+                call()
+
+    sys.addaudithook(audit)  # cannot be removed
+    yield lambda root, call: calls.append((root, call))
+    calls.clear()
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_kill_before_every_change_to_output_folder(photos, tmp_path, expected):
-    for fatal in range(1000):
-        runs = Runs(photos, tmp_path / str(fatal))
-        runs.folder.mkdir()
-        if not kill_and_resume(runs, fatal):
-            break
-        assert runs.losses == expected, fatal
-        shutil.rmtree(runs.folder)
-    assert fatal > 40
+def test_kill_before_every_change_to_output_folder(photos, tmp_path, expected, before_changes):
+    """The folder is copied before each change. A process that is killed at this time leaves the same files, as
+    test_kill_during_commit tests with a separate process. Each different copy is resumed."""
+    complete = Runs(photos, tmp_path / "complete")
+    copies = {}
+
+    def copy():
+        files = {path: path.read_bytes() for path in complete.root.rglob("*") if path.is_file()}
+        folder = tmp_path / str(len(copies))
+        if copies.setdefault(frozenset(files.items()), folder) is folder:
+            shutil.copytree(complete.root, folder / "output/Tiny", symlinks=True)
+            if complete.report.exists():
+                shutil.copy(complete.report, folder)
+
+    before_changes(complete.root, copy)
+    complete.complete()
+    assert complete.losses == expected
+    assert len(copies) > 30
+    for folder in copies.values():
+        runs = Runs(photos, folder)
+        runs.check()
+        if (folder / "report.json").exists():
+            runs.losses |= losses(read_report(folder / "report.json"))
+        runs.complete()
+        assert [path.name for path in runs.root.glob(".*")] == [".lock"]
+        assert runs.losses == expected, folder
+        shutil.rmtree(folder)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_kill_at_random_times(photos, tmp_path, expected):
     generator = random.Random(0)
-    for i in range(50):
+    for i in range(10):
         runs = Runs(photos, tmp_path / str(i))
         runs.folder.mkdir()
         process = runs.start(*FLAGS, "--slow-step", "0.05")
-        time.sleep(generator.uniform(0, 8))
+        time.sleep(generator.uniform(2, 8))
         process.kill()
         runs.finish(process)
         runs.check()
@@ -260,41 +281,27 @@ def start_blocked(runs, step):
     return runs.start(*FLAGS, "--fault", f"0 {step} none", "--fault-after", path), path.touch
 
 
-def test_second_run_in_same_folder_is_rejected(runs, expected, photos, capsys):
-    """A second run, even with --resume, would delete or replace the checkpoints and the report of the first run, so it
-    is rejected. The first run continues."""
-    process, unblock = start_blocked(runs, 2)
-    runs.wait_for(process, '"step": [0, 0]')
+# test_restore.py tests a file in place of the checkpoint folder, within the test process.
+def test_second_run_is_rejected_and_full_disk_stops_run(runs, expected, photos, capsys):
+    """A second run in the same folder, even with --resume, would delete or replace the checkpoints and the report of
+    the first run, so it is rejected. The first run continues. RLIMIT_FSIZE limits the file size, so writes fail as on
+    a full disk."""
+    process, unblock = start_blocked(runs, 4)  # block the run before the second step of the second epoch
+    wait_until((runs.root / "0").exists, 120)  # wait, because checkpoints are written asynchronously
     report, output = runs.report, runs.folder / "output"
     (runs.root / ".9.partial").mkdir()  # looks like a checkpoint that the first run is still writing
-    flags = [*TINY, "--image-root", str(photos), "--output-dir", str(output), "--report-file", str(report)]
-    for more, flag in ([], f"--report-file {report}"), (["--resume", "--dry-run"], f"--output-dir {output}"):
-        assert train.main([*flags, *more]) == 2
+    flags = [*TINY, "--image-root", str(photos), "--report-file", str(report), "--output-dir"]
+    elsewhere = str(runs.folder / "elsewhere")
+    for more, flag in ([elsewhere], f"--report-file {report}"), ([output, "--resume"], f"--output-dir {output}"):
+        assert train.main([*flags, *map(str, more)]) == 2
         stderr = capsys.readouterr().err
         assert_one_error(stderr, [f"{flag}: ", f"another run (process {process.pid} on ", "wait until "])
     assert (runs.root / ".9.partial").exists()
-    unblock()
-    code, output = runs.finish(process)
-    assert code == 0, output
-    assert runs.losses == expected
-    assert runs.check()[0][0] == "2"
-
-
-# test_restore.py tests the fault "file in the way" within the test process.
-@pytest.mark.parametrize("fault", ["full disk", pytest.param("file in the way", marks=pytest.mark.soak)])
-def test_failed_checkpoint_write_stops_run(runs, expected, fault):
-    """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk. A file in place of the checkpoint folder
-    simulates a read-only folder, because root could write to a read-only folder."""
-    process, unblock = start_blocked(runs, 4)  # block the run before the second step of the second epoch
-    wait_until((runs.root / "0").exists, 120)  # wait, because checkpoints are written asynchronously
-    if fault == "full disk":
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
-    else:
-        (runs.root / ".1_2.partial").write_text("in the way")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     unblock()
     code, output = runs.finish(process)
     assert code == 1, output
-    reason = {"full disk": "File too large", "file in the way": "File exists"}[fault]
+    reason = "File too large"
     assert f"output/Tiny/1_2: checkpoint cannot be written ({reason}); checkpoints in other folders are " in output
     assert "Traceback" not in output
     assert runs.check() == (["0", "0_2"], [])

@@ -87,8 +87,7 @@ def test_loader_resumes_at_next_batch(roots, load, parse, kind):
         np.testing.assert_array_equal(label, label_2)
 
 
-@pytest.mark.parametrize("kind", ["csv", "folders", "numbers"])
-@pytest.mark.parametrize("world_size", [2, 20])
+@pytest.mark.parametrize(("kind", "world_size"), [("csv", 2), ("csv", 14), ("folders", 2), ("numbers", 2)])
 def test_processes_read_each_validation_image_once(roots, load, shard, kind, world_size):
     rows = []
     for rank in range(world_size):

@@ -635,6 +635,7 @@ def test_digest_depends_on_every_element_of_a_long_array():
     assert len({data_sets.digest(*part) for part in parts}) == 4
 
 
+@pytest.mark.usefixtures("convert_here")
 @pytest.mark.parametrize("data_format", data_files.ALL)
 def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path, data_format):
     def digest(root, **options):

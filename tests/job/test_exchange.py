@@ -52,56 +52,52 @@ class Store:
         return self.counts[key]
 
 
-def test_store_keeps_only_last_gather(monkeypatch, shard):
-    store, gathered = Store(), []
-    monkeypatch.setattr(exchange, "_store", lambda: store)
-    shard(world_size=3)
-    for number in range(1, 5):
-        for rank in (2, 1, 0):
-            shard(rank=rank)
-            monkeypatch.setattr(exchange, "_exchanges", number)
-            monkeypatch.setattr(exchange, "_last_gather", f"paddle_resnet/{number}" if number > 1 else None)
-            gathered.append(exchange.gather(bytes([number, rank]) * 500))
-        assert gathered[-3:] == [None, None, [bytes([number, rank]) * 500 for rank in range(3)]]
-        assert sum(len(value) for value in store.values.values()) == 2 * 2 * 1000
-
-
-def test_gather_does_not_overwrite_unread_value(monkeypatch, shard):
-    store = Store()
-    monkeypatch.setattr(exchange, "_store", lambda: store)
-    shard(world_size=2)
-    shard(rank=1)
-    for name, value in (("_exchanges", 1), ("_last_gather", None)):
-        monkeypatch.setattr(exchange, name, value)
-    assert exchange.gather(b"first") is None
-    with pytest.raises(KeyError, match="taken"):  # the real store waits instead of raising an error
-        exchange.gather(b"second")
-    assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
-    shard(rank=0)
-    monkeypatch.setattr(exchange, "_exchanges", 1)
-    assert exchange.gather(b"own") == [b"own", b"first"]
-    with pytest.raises(KeyError, match="3/1"):  # rank 0 does not read a value twice
-        exchange.gather(b"own")
-
-
 @pytest.fixture
 def as_rank(monkeypatch, shard):
-    """Return a function that makes this process act as one of three ranks and returns the in-memory store of all
-    three."""
+    """Return a function that makes this process act as one rank of a job, which has not exchanged anything, and returns
+    the in-memory store of all ranks. The state of exchange.py is restored after the test."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
+    for name in ("_exchanges", "_polls", "_stop_at", "_last_gather"):
+        monkeypatch.setattr(exchange, name, getattr(exchange, name))
 
-    def as_rank(rank):
-        shard(rank, world_size=3)
+    def as_rank(rank, world_size=3):
+        shard(rank, world_size)
+        exchange._exchanges = exchange._polls = 0
+        exchange._stop_at = exchange._last_gather = None
         return store
 
     return as_rank
 
 
+def test_store_keeps_only_last_gather(as_rank):
+    gathered = []
+    for number in range(1, 5):
+        for rank in (2, 1, 0):
+            store = as_rank(rank)
+            exchange._exchanges = number
+            exchange._last_gather = f"paddle_resnet/{number}" if number > 1 else None
+            gathered.append(exchange.gather(bytes([number, rank]) * 500))
+        assert gathered[-3:] == [None, None, [bytes([number, rank]) * 500 for rank in range(3)]]
+        assert sum(len(value) for value in store.values.values()) == 2 * 2 * 1000
+
+
+def test_gather_does_not_overwrite_unread_value(as_rank):
+    store = as_rank(1, 2)
+    assert exchange.gather(b"first") is None
+    with pytest.raises(KeyError, match="taken"):  # the real store waits instead of raising an error
+        exchange.gather(b"second")
+    assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
+    as_rank(0, 2)
+    assert exchange.gather(b"own") == [b"own", b"first"]
+    with pytest.raises(KeyError, match="2/1"):  # rank 0 does not read a value twice
+        exchange.gather(b"own")
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_all_gather_returns_one_row_per_rank(as_rank, monkeypatch, rank):
+def test_all_gather_returns_one_row_per_rank(as_rank, rank):
     store, rows = as_rank(rank), np.array([[1.0, 0.1], [2.0, 0.2], [3.0, 0.3]])
-    monkeypatch.setattr(exchange, "_exchanges", 7)
+    exchange._exchanges = 7
     for other in {0, 1, 2} - {rank}:
         store.set(f"paddle_resnet/8/{other}", rows[other].tobytes().hex())
     np.testing.assert_array_equal(exchange.all_gather(rows[rank]), rows)
@@ -112,7 +108,7 @@ def test_all_gather_returns_one_row_per_rank(as_rank, monkeypatch, rank):
 def test_rank_0_leaves_the_job_last(as_rank, monkeypatch, rank):
     """The other ranks no longer use the store of rank 0 when rank 0 leaves."""
     store, events = as_rank(rank), []
-    monkeypatch.setattr(exchange, "_exchanges", 7)
+    exchange._exchanges = 7
     monkeypatch.setattr(exchange, "all_gather", lambda values: events.append("all ranks are here"))
     monkeypatch.setattr(exchange.watchdog, "phase", events.append)
     monkeypatch.setattr(exchange.watchdog, "stop", lambda: events.append("leave"))
@@ -127,17 +123,16 @@ def test_rank_0_leaves_the_job_last(as_rank, monkeypatch, rank):
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", None])
-def test_every_rank_detects_a_stop_signal_of_any_rank(as_rank, monkeypatch, shard, signal):
+def test_every_rank_detects_a_stop_signal_of_any_rank(as_rank, signal):
     """Only rank 1 receives the signal."""
     asked = []
     for rank in (0, 1, 0, 2):
         as_rank(rank)
-        monkeypatch.setattr(exchange, "_stop_at", None)
-        monkeypatch.setattr(exchange.signals, "received", lambda rank=rank: signal if rank == 1 else None)
+        signals._received = signal if rank == 1 else None
         asked.append(exchange.stop_asked())
     assert asked == ([False, True, True, True] if signal else [False] * 4)
-    shard(world_size=1)
-    monkeypatch.setattr(exchange.signals, "received", lambda: signal)
+    as_rank(0, 1)
+    signals._received = signal
     assert exchange.stop_asked() == exchange.stop_agreed() == (signal is not None)
 
 
@@ -162,7 +157,7 @@ def test_error_of_rank_0_is_raised_on_all_ranks_and_reported_by_rank_0(as_rank, 
     monkeypatch.setattr(exchange.watchdog, "stop", lambda: reporting.remove(processes.rank()))
     for rank in range(3):
         as_rank(rank)
-        monkeypatch.setattr(exchange, "_exchanges", 7)
+        exchange._exchanges = 7
         with pytest.raises(UsageError) as error:
             exchange.from_rank_0(invalid)
         assert error.value.args == ("--lr: not positive", "--epochs: not a number")
@@ -170,12 +165,11 @@ def test_error_of_rank_0_is_raised_on_all_ranks_and_reported_by_rank_0(as_rank, 
 
 
 @pytest.fixture
-def streams(monkeypatch, as_rank):
+def streams(as_rank):
     """Return the streams of three ranks, and a function that adds an item to the stream of a given rank."""
     made = []
     for rank in range(3):
         as_rank(rank)
-        monkeypatch.setattr(exchange, "_exchanges", 7)
         made.append(exchange.Stream())
 
     def add(rank, item):
@@ -204,6 +198,7 @@ def test_next_stream_does_not_read_items_of_its_predecessor(streams, as_rank):
     for rank in (1, 2):
         add(rank, "old")
     as_rank(0)
+    exchange._exchanges = 1  # the streams of the fixture
     assert exchange.Stream().add("new") == [["new"]]
 
 
@@ -264,10 +259,9 @@ def test_only_store_connection_disables_nagle(host):
         assert [bool(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for c in clients] == [True, False]
 
 
-def test_store_is_read_only_every_few_steps(monkeypatch, shard):
+def test_store_is_read_only_every_few_steps(as_rank, monkeypatch):
     proposals = []
-    shard(world_size=2)
-    monkeypatch.setattr(exchange, "_polls", 0)
+    as_rank(0, 2)
     monkeypatch.setattr(exchange, "_stop_step", proposals.append)
     assert not any(exchange.stop_agreed() for _ in range(2 * exchange.STOP_POLL_STEPS + 1))
     assert proposals == [3 * exchange.STOP_POLL_STEPS, 4 * exchange.STOP_POLL_STEPS]
@@ -275,12 +269,10 @@ def test_store_is_read_only_every_few_steps(monkeypatch, shard):
 
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
-def test_all_ranks_stop_before_same_step(monkeypatch, shard, asked, lead):
+def test_all_ranks_stop_before_same_step(as_rank, asked, lead):
     """Rank 1 is `lead` steps ahead of rank 0. The lead cannot exceed two steps. The keys of `asked` are the ranks that
     receive a signal; the values are the delays of the signals in steps."""
-    store = Store()
-    monkeypatch.setattr(exchange, "_store", lambda: store)
-    shard(world_size=2)
+    store = as_rank(0, 2)
     for moment in range(9):
         store.__init__()
         states = {0: (0, None), 1: (0, None)}
@@ -290,8 +282,8 @@ def test_all_ranks_stop_before_same_step(monkeypatch, shard, asked, lead):
                 if rank in stopped or (rank == 0 and step[0] + lead > tick):
                     continue
                 exchange._polls, exchange._stop_at = states[rank]
-                signal = "SIGTERM" if rank in asked and step[rank] >= moment + asked[rank] else None
-                monkeypatch.setattr(exchange.signals, "received", lambda signal=signal: signal)
+                is_asked = rank in asked and step[rank] >= moment + asked[rank]
+                signals._received = "SIGTERM" if is_asked else None
                 if exchange.stop_agreed():
                     stopped[rank] = step[rank]
                 step[rank] += 1
@@ -301,5 +293,3 @@ def test_all_ranks_stop_before_same_step(monkeypatch, shard, asked, lead):
             assert moment < stopped[0] <= moment + 12
         else:
             assert not stopped
-    monkeypatch.setattr(exchange, "_polls", 0)
-    monkeypatch.setattr(exchange, "_stop_at", None)

@@ -100,20 +100,29 @@ def test_launcher_port_is_reserved_for_paddle_server(monkeypatch, shard):
         HTTPServer(("", port), BaseHTTPRequestHandler).server_close()
 
 
-@pytest.mark.parametrize("delay_s", [0, 1], ids=["running", "just forked"])
-def test_forked_processes_exit_with_parent(delay_s):
-    """The parent is killed either after or before the child calls prctl(PR_SET_PDEATHSIG)."""
-    program = (
-        f"import os, multiprocessing, time; os.register_at_fork(after_in_child=lambda: time.sleep({delay_s})); "
-        "from paddle_resnet.job import fleet; fleet._prepare_for_gloo(); "
-        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); "
-        "child.start(); print(child.pid, flush=True); time.sleep(1000)"
-    )
+FORK_TWICE = """
+import multiprocessing, os, time
+
+os.register_at_fork(after_in_child=lambda: time.sleep(delay_s))
+from paddle_resnet.job import fleet
+fleet._prepare_for_gloo()
+for delay_s in (0, 1):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    child.start()
+    time.sleep(0.3)
+    print(child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_forked_processes_exit_with_parent():
+    """The parent is killed after the first child, but before the second child calls prctl(PR_SET_PDEATHSIG)."""
     environment = {**os.environ, "PADDLE_TRAINER_ID": "1"}
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
-    stat = Path(f"/proc/{int(parent.stdout.readline())}/stat")
-    assert stat.exists()
+    parent = subprocess.Popen([sys.executable, "-c", FORK_TWICE], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+    stats = [Path(f"/proc/{int(parent.stdout.readline())}/stat") for _ in range(2)]
+    assert all(stat.exists() for stat in stats)
     parent.kill()
     parent.stdout.close()
     parent.wait()
-    wait_until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", 30)
+    for stat in stats:
+        wait_until(lambda stat=stat: not stat.exists() or stat.read_text().split()[2] == "Z", 30)

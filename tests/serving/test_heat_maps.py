@@ -14,7 +14,7 @@ import pytest
 from paddle import nn
 from PIL import Image
 
-from few_blocks import with_few_blocks
+from few_blocks import QUICK, with_few_blocks
 from paddle_resnet import models, predict
 from paddle_resnet import report as report_command
 from paddle_resnet.results import page
@@ -129,9 +129,17 @@ def hottest(heat):
     return f"{'top' if y < heat.shape[0] / 2 else 'bottom'} {'left' if x < heat.shape[1] / 2 else 'right'}"
 
 
-@pytest.mark.parametrize("network", [Corner, Hidden, Flat])
-@pytest.mark.parametrize("corner_name", ["top left", "top right", "bottom left", "bottom right"])
-@pytest.mark.parametrize(("size", "orientation"), [((48, 48), 1), ((64, 40), 1), ((64, 40), 6), ((40, 64), 8)])
+NETWORKS, SIZES = (Corner, Hidden, Flat), [((48, 48), 1), ((64, 40), 1), ((64, 40), 6), ((40, 64), 8)]
+
+
+@pytest.mark.parametrize(
+    ("network", "corner_name", "size", "orientation"),
+    [
+        (network, corner_name, *SIZES[(i + j) % 4])
+        for i, network in enumerate(NETWORKS)
+        for j, corner_name in enumerate(["top left", "top right", "bottom left", "bottom right"])
+    ],
+)
 def test_maximum_is_in_the_corner_that_determines_the_class(checkpoint_of, network, corner_name, size, orientation):
     model, predictor = opened(checkpoint_of(network))
     for color, label in ((RED, 0), (BLUE, 2)):
@@ -153,7 +161,7 @@ def test_maximum_is_in_the_corner_that_determines_the_class(checkpoint_of, netwo
             np.testing.assert_array_equal(np.flatnonzero(middle), np.flatnonzero(middle[::-1]))
 
 
-@pytest.mark.parametrize("network", [Corner, Hidden, Flat])
+@pytest.mark.parametrize("network", NETWORKS)
 def test_mean_of_the_map_is_the_derivative_of_the_logit(checkpoint_of, network):
     """If the gradient is the same at all positions, the mean of the map is the derivative of the logit with respect to
     a factor of the feature map. For a linear head, it is the logit without the bias (Zhou et al., section 2)."""
@@ -202,7 +210,11 @@ def test_network_without_a_common_feature_map_is_an_error(checkpoint_of):
         heat_maps.open_model(checkpoint_of(TwoPaths))
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+# A network of each module, and together all kinds of layers.
+REGISTERED = {*{network.module: name for name, network in models.MODELS.items()}.values(), *QUICK}
+
+
+@pytest.mark.parametrize("name", sorted(REGISTERED))
 def test_map_of_networks_of_the_registry_is_the_last_one(name, register, parse):
     """The channels of the last feature map are those of the layer after the global pooling."""
     register(name, with_few_blocks(models.MODELS[name]))
@@ -263,8 +275,7 @@ def test_command_needs_a_suitable_network(checkpoint_of, tmp_path, capsys):
     assert not (tmp_path / "maps").exists()
 
 
-@pytest.mark.parametrize("network", [Corner, Hidden])
-def test_page_of_server_shows_heat_maps(checkpoint_of, network, monkeypatch, capsys):
+def test_page_of_server_shows_heat_maps(checkpoint_of, monkeypatch, capsys):
     pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
     from paddle_resnet.serving import web
 
@@ -287,7 +298,7 @@ def test_page_of_server_shows_heat_maps(checkpoint_of, network, monkeypatch, cap
 
     answers, data = [], image((40, 40), "bottom left", BLUE)
     monkeypatch.setattr(web, "serve", serve)
-    path = checkpoint_of(network)
+    path = checkpoint_of(Hidden)
     assert predict.main([str(path), "--serve", "0", "--device", "cpu"]) == 0
     [((_, page), *texts)] = answers
     assert 'fetch("predict?heat_map=1"' in page

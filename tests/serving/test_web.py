@@ -620,11 +620,8 @@ runpy.run_module("paddle_resnet.predict", run_name="__main__")
 """
 
 
-# test_server_predicts_like_the_command_and_stops_on_signal tests the exit codes of both signals.
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 0)]
-)
-def test_signal_stops_server_that_decodes_a_large_image(checkpoint, tmp_path, number, code):
+def test_signal_stops_server_that_decodes_a_large_image(checkpoint, tmp_path):
+    """test_server_predicts_like_the_command_and_stops_on_signal tests SIGINT, too."""
     export.export(checkpoint, tmp_path / "export")
     command = [sys.executable, "-c", SLOW_DECODER, str(tmp_path / "export"), "--serve", "0", "--device", "cpu"]
     with (
@@ -634,9 +631,9 @@ def test_signal_stops_server_that_decodes_a_large_image(checkpoint, tmp_path, nu
         port = int(re.search(r":(\d+)/", server.stdout.readline())[1])
         answer = client.submit(request, port, body=form(("slow.jpg", b"slow")))
         sleep(0.5)
-        server.send_signal(number)
+        server.send_signal(signal.SIGTERM)
         start = monotonic()
-        assert server.wait(60) == code
+        assert server.wait(60) == 0
         assert monotonic() - start < 5  # about 1 s on an idle machine
         status, _, content = answer.result()
     assert (status, content["error"]) == (503, "POST /predict: the server is stopping; retry later")

@@ -33,11 +33,21 @@ def results(run_train, folder, *flags):
     return losses(report), [phase(report, [epoch], "val.")["loss"] for epoch in range(3)], parameters
 
 
-def test_captured_run_has_same_results(run_train, tmp_path, fake):
+@pytest.fixture
+def uncaptured(once, fake, run_train):
+    """Return the results of a run without captured steps. All tests share the run."""
+
+    def make(folder):
+        (folder / "results").write_bytes(pickle.dumps(results(run_train, folder, "--cuda-graph", "false")))
+        assert not fake.made
+
+    return pickle.loads((once("uncaptured", make) / "results").read_bytes())
+
+
+def test_captured_run_has_same_results(run_train, tmp_path, fake, uncaptured):
     """The learning rate changes during the run, and the last batch of each evaluation is smaller than the other
     batches."""
-    expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
-    assert not fake.made
+    expected = uncaptured
     result = results(run_train, tmp_path / "recorded")
     assert result[0] == expected[0] and result[1] == expected[1]
     for name, value in expected[2].items():
@@ -47,24 +57,18 @@ def test_captured_run_has_same_results(run_train, tmp_path, fake):
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
-def test_captured_step_draws_same_random_numbers(run_train, tmp_path, fake):
-    flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4", "--drop-path", "0.5"]
-    expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
-    assert results(run_train, tmp_path / "captured", *flags)[0] == expected[0]
-    assert fake.made[0].launches > 0
-
-
-def test_captured_steps_update_ema_weights_for_evaluation(run_train, tmp_path, fake):
+def test_captured_steps_draw_same_random_numbers_and_update_ema_weights_for_evaluation(run_train, tmp_path, fake):
     """With --ema, the training steps of all epochs replay one graph, and all evaluations replay a second graph."""
-    ema = ["--ema", "0.8"]
-    expected = results(run_train, tmp_path / "plain", *ema, "--cuda-graph", "false")
-    result = results(run_train, tmp_path / "recorded", *ema)
+    flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4", "--drop-path", "0.5", "--ema", "0.8"]
+    expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
+    result = results(run_train, tmp_path / "recorded", *flags)
     assert result[:2] == expected[:2]
     states = [pickle.loads((tmp_path / name / "Tiny/2/tiny.pdema").read_bytes()) for name in ("plain", "recorded")]
     for name, value in states[0].items():
         np.testing.assert_array_equal(states[1][name], value, err_msg=name)
     training, evaluation = fake.made
-    assert training.launches == 3 * 3 - cuda_graph.STEPS_BEFORE
+    # The comparison of results, because of an operator that is untested in graphs, requires one additional replay.
+    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
@@ -104,9 +108,8 @@ def test_loader_on_different_device_keeps_its_own_tensors(monkeypatch):
     assert checks == [captured] * 2
 
 
-def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch):
+def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch, uncaptured):
     """After a tensor has moved, the old graph would still use the tensor's previous memory."""
-    expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     evaluate = averages.evaluate
 
     def evaluate_elsewhere(train_prog, program, exe):
@@ -125,21 +128,20 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
 
     monkeypatch.setattr(averages, "evaluate", evaluate_elsewhere)
     result = results(run_train, tmp_path / "recorded")
-    assert result[0] == expected[0] and result[1] == expected[1]
+    assert result[:2] == uncaptured[:2]
     assert len(fake.made) > 2
 
 
-def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch):
+def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch, uncaptured):
     """With NCCL, either all processes of a job or none must capture an all-reduce."""
 
     def gather(values):
         is_flag = len(values) == 1 and isinstance(values[0], bool)
         return np.array([values, [True]]) if is_flag else np.array([values], np.float64)
 
-    expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     monkeypatch.setattr(cuda_graph.exchange, "all_gather", gather)
     result = results(run_train, tmp_path / "recorded")
-    assert result[0] == expected[0] and result[1] == expected[1]
+    assert result[:2] == uncaptured[:2]
     # Each training epoch captures one graph. Each evaluation ends before the step that would be captured.
     assert len(fake.made) == 3
 
@@ -164,15 +166,25 @@ def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_
     ],
     ids=["CUDA", "memory", "library", "other"],
 )
-def test_error_of_failed_capture_contains_reason_and_remedy(run_train, capsys, fake, monkeypatch, message, reason):
+def test_reason_of_failed_capture_is_one_line(step, message, reason):
+    def fail():
+        raise RuntimeError(message)
+
+    step._run = fail
+    with pytest.raises(RunError) as error:
+        step._capture()
+    assert str(error.value) == f"--cuda-graph true: the step cannot be captured ({reason}); use --cuda-graph false"
+
+
+def test_error_of_failed_capture_contains_reason_and_remedy(run_train, capsys, fake, monkeypatch):
     def fail(self):
         assert not gc.isenabled()
-        raise RuntimeError(message)
+        raise RuntimeError("busy")
 
     monkeypatch.setattr(fake, "capture_begin", fail)
     assert run_train(*NATIVE)[0] == 1
     assert_one_error(
-        capsys.readouterr().err, [f"--cuda-graph true: the step cannot be captured ({reason}); use --cuda-graph false"]
+        capsys.readouterr().err, ["--cuda-graph true: the step cannot be captured (busy); use --cuda-graph false"]
     )
     assert gc.isenabled()
 

@@ -12,6 +12,8 @@ from conftest import assert_one_error, phase
 from paddle_resnet.step import trace
 from paddle_resnet.utils.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 PADDLE = ["--kernels", "paddle"]
 BENCHMARK = [
     *PADDLE,
@@ -46,17 +48,17 @@ def test_trace_of_benchmark_contains_steps_and_operators(run_train, tmp_path):
     assert phase(report, [], "train.")["steps"] == 4
     counts = events(tmp_path / "output/profile/steps_1_4_rank0.json")
     assert traced_steps(counts) == ["ProfileStep#1", "ProfileStep#2", "ProfileStep#3"]
-    # The tiny network has 9 convolutions, 9 BN layers and 29 trainable parameters.
-    assert counts["conv2d"] == counts["conv2d_grad"] == 3 * 9
-    assert counts["momentum"] == 3 * 29
-    assert counts["batch_norm"] == 3 * 9
+    # The network has 3 convolutions, 3 BN layers and 11 trainable parameters.
+    assert counts["conv2d"] == counts["conv2d_grad"] == 3 * 3
+    assert counts["momentum"] == 3 * 11
+    assert counts["batch_norm"] == 3 * 3
 
 
 def test_trace_includes_last_step_of_evaluation(run_train, tmp_path):
     code, _ = run_train("--run-scope", "eval_only", *BENCHMARK, "--profile-steps", "5:6")
     assert code == 0
     counts = events(tmp_path / "output/profile/steps_5_6_rank0.json")
-    assert counts["conv2d"] == 9
+    assert counts["conv2d"] == 3
     assert counts["momentum"] == 0
 
 
@@ -97,8 +99,8 @@ def test_only_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
     assert len(started) == 1
     assert [path.name for path in (tmp_path / "output/profile").iterdir()] == ["steps_1_3_rank0.json"]
     counts = events(tmp_path / "output/profile/steps_1_3_rank0.json")
-    assert counts["momentum"] == 2 * 29
-    assert counts["conv2d"] == 2 * 9
+    assert counts["momentum"] == 2 * 11
+    assert counts["conv2d"] == 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before,
     shutil.rmtree(tmp_path / "output/profile")
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 29
+    assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 11
 
 
 def test_command_resumed_inside_traced_steps_logs_warning(run_train, stop_before, tmp_path, monkeypatch, capsys):
