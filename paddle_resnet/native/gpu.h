@@ -16,8 +16,6 @@
 
 using paddle::Tensor;
 
-namespace {
-
 // Limits of a BN launch: channel vectors per block (also for image_sums), and channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
@@ -25,6 +23,10 @@ constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 // if the CUDA headers are available. The symbol is weak, because the CPU build of Paddle does not contain it.
 struct CUstream_st;
 extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
+
+// The .cc files share the definitions below. They are hidden, because a process can load two builds of the library, and
+// each needs its own state: the tests also load a build for an emulated GPU.
+#pragma GCC visibility push(hidden)
 
 // Returns a function from the CUDA driver library. Throws if the library or the function is missing.
 template <class Function>
@@ -36,7 +38,7 @@ Function driver(const char *name) {
 }
 
 // If `result` is an error code, throws an exception whose message contains `what` and the driver's error text.
-void check(int result, const std::string &what) {
+inline void check(int result, const std::string &what) {
   if (result == 0) return;
   const char *text = nullptr;
   driver<int (*)(int, const char **)>("cuGetErrorString")(result, &text);
@@ -114,4 +116,4 @@ class Gpu {
   std::map<std::string, void *> functions_;
 };
 
-}  // namespace
+#pragma GCC visibility pop
