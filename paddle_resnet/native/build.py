@@ -1,7 +1,7 @@
 """Build, cache and load the custom Paddle operators. Operators that the cache does not contain are compiled.
 
-The machine's C++ compiler compiles the `.cc` files with Paddle's headers, all at the same time. NVRTC compiles the CUDA
-kernels for the machine's GPU, and requires neither nvcc nor the CUDA headers.
+The machine's C++ compiler compiles `operators.cc` with Paddle's headers. NVRTC compiles the CUDA kernels for the
+machine's GPU, and requires neither nvcc nor the CUDA headers.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import shlex
 import shutil
 import site
 import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,13 +30,12 @@ from paddle_resnet.utils.errors import UsageError
 SOURCES = Path(__file__).parent
 # Patterns of the source files, so that new files become part of the cache key automatically. NVRTC compiles the kernel
 # files as one string, in this order.
-OPERATOR_FILES = ("*.cc", "**/*.h")
+OPERATOR_FILES = ("operators.cc", "**/*.h")
 KERNEL_FILES = ("common.h", "activations.h", "optimizers.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
-# -Wno-unused-function: a header that both .cc files include contains operators that only one of them registers.
 COMPILER_FLAGS = (
     *("-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-Wall", "-Wno-unused-function"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-Wall"),
 )
 
 
@@ -178,40 +176,21 @@ def _compiler():
         raise Unavailable(f"CXX={command} is not a command ({e})") from e
 
 
-def _compile_operators(target):
+def _compile_operators(target, source=SOURCES / "operators.cc"):
     include, libraries = Path(paddle.sysconfig.get_include()), Path(paddle.base.__file__).parent
+    command = [*_compiler(), *COMPILER_FLAGS, str(source), "-o", str(target)]
+    command += [f"-I{include}", f"-I{include / 'third_party'}", f"-L{libraries}", "-l:libpaddle.so", "-ldl"]
     # Link to the OpenMP runtime of Paddle and oneDNN instead of the compiler's. With two runtimes, the idle threads of
     # each would spin on the cores that the other needs. Paddle's wheels for ARM use the compiler's runtime.
     runtime = libraries.parent / "libs/libiomp5.so"
-    linked = [f"-L{libraries}", "-l:libpaddle.so", "-ldl", *([str(runtime)] if runtime.exists() else [])]
-    headers = [f"-I{include}", f"-I{include / 'third_party'}"]
-    with tempfile.TemporaryDirectory() as folder:
-        objects = {str(source): f"{folder}/{source.stem}.o" for source in sorted(SOURCES.glob("*.cc"))}
-        _run_compilers([*headers, "-c", source, "-o", compiled] for source, compiled in objects.items())
-        _run_compilers([[*objects.values(), "-o", str(target), *linked]])
-
-
-def _run_compilers(commands):
-    """Run the compiler with each list of arguments, all at the same time.
-
-    Raises:
-        Unavailable: the compiler cannot be run or reports an error. The other processes are killed.
-    """
-    compiler, processes = _compiler(), []
-    with contextlib.ExitStack() as running:
-        for arguments in commands:
-            command = [*compiler, *COMPILER_FLAGS, *arguments]
-            try:
-                process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-            except OSError as e:
-                raise Unavailable(f"{compiler[0]} cannot be run ({e.strerror})") from e
-            processes.append(running.enter_context(process))
-            running.callback(process.kill)
-        for process in processes:
-            _, output = process.communicate()
-            if process.returncode:
-                errors = [line for line in output.splitlines() if "error" in line] or [output[-300:]]
-                raise Unavailable(f"{compiler[0]} failed: {errors[0]}")
+    command += [str(runtime)] if runtime.exists() else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as e:
+        raise Unavailable(f"{command[0]} cannot be run ({e.strerror})") from e
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[-300:]]
+        raise Unavailable(f"{_compiler()[0]} failed: {errors[0]}")
 
 
 @functools.cache

@@ -16,6 +16,8 @@
 
 using paddle::Tensor;
 
+namespace {
+
 // Limits of a BN launch: channel vectors per block (also for image_sums), and channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
@@ -23,10 +25,6 @@ constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 // if the CUDA headers are available. The symbol is weak, because the CPU build of Paddle does not contain it.
 struct CUstream_st;
 extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
-
-// The .cc files share the definitions below. They are hidden, because a process can load two builds of the library, and
-// each needs its own state: the tests also load a build for an emulated GPU.
-#pragma GCC visibility push(hidden)
 
 // Returns a function from the CUDA driver library. Throws if the library or the function is missing.
 template <class Function>
@@ -38,7 +36,7 @@ Function driver(const char *name) {
 }
 
 // If `result` is an error code, throws an exception whose message contains `what` and the driver's error text.
-inline void check(int result, const std::string &what) {
+void check(int result, const std::string &what) {
   if (result == 0) return;
   const char *text = nullptr;
   driver<int (*)(int, const char **)>("cuGetErrorString")(result, &text);
@@ -116,4 +114,4 @@ class Gpu {
   std::map<std::string, void *> functions_;
 };
 
-#pragma GCC visibility pop
+}  // namespace

@@ -13,11 +13,6 @@ using paddle::DataType;
 using paddle::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// The arguments and results of the functions that return the shapes and types of an operator's outputs.
-using Dims = std::vector<int64_t>;
-using Shapes = std::vector<Dims>;
-using Types = std::vector<DataType>;
-
 namespace {
 
 // Returns the kernel name suffix for the data type of a tensor.

@@ -61,7 +61,7 @@ def emulated_library(once, pytestconfig):
     source file or Paddle changes."""
     if paddle.is_compiled_with_cuda():
         pytest.skip("the emulated driver would replace CUDA's driver")
-    sources = [path.read_text() for path in (EMULATION / "driver.cc", EMULATION / "operators.h", Path(__file__))]
+    sources = [path.read_text() for path in (EMULATION / "driver.cc", EMULATION / "operators.cc", Path(__file__))]
     key = native._key(native.KERNEL_FILES, native._operators_file().name, *native._compiler(), *sources)
     built = pytestconfig.cache.mkdir(f"emulation_{paddle.__version__}") / key
 
@@ -78,9 +78,8 @@ def emulated_library(once, pytestconfig):
         options.append(f"-Wl,-soname,{driver.name}")
         subprocess.run([*native._compiler(), *options, EMULATION / "driver.cc", "-o", driver], check=True)
         with pytest.MonkeyPatch.context() as patch:  # without optimization, compilation takes half the time
-            flags = [flag for flag in native.COMPILER_FLAGS if flag != "-O2"]
-            patch.setattr(native, "COMPILER_FLAGS", [*flags, "-include", str(EMULATION / "operators.h")])
-            native._compile_operators(folder / "operators.so")
+            patch.setattr(native, "COMPILER_FLAGS", [flag for flag in native.COMPILER_FLAGS if flag != "-O2"])
+            native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
         folder.rename(built)
 
     once("emulated", make)

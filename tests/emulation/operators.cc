@@ -1,5 +1,4 @@
-// Included before each source file of the operators, to define the operators under different names. The operators treat
-// CPU tensors as GPU tensors (see driver.cc).
+// This project's operators under different names. The operators treat CPU tensors as GPU tensors (see driver.cc).
 
 #include "paddle/phi/api/all.h"
 
@@ -11,3 +10,5 @@
 #undef PD_BUILD_GRAD_OP
 #define PD_BUILD_GRAD_OP(NAME) \
   static paddle::OpMetaInfoBuilder emulated_grad_##NAME = paddle::OpMetaInfoBuilder("emulated_" #NAME, 1)
+
+#include "../../paddle_resnet/native/operators.cc"
