@@ -176,7 +176,7 @@ def test_mixing_of_images_is_not_quantized(parse):
     assert ranges[0] == ranges[1]
 
 
-def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(one_block, run_train, photos, tmp_path, capsys):
+def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, photos, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     code, report = run_train("--epochs", "8", "--save-interval", "8", "--eval-interval", "8")
     assert code == 0 and phase(report, [7], "val.")["top1"] == 1
