@@ -145,7 +145,7 @@ AXES = {
     },
     # Updates
     "optimizer": {
-        "Momentum": ["--optimizer", "Momentum", "--momentum", "0.8", "--lr", "0.02"],
+        "Momentum": ["--optimizer", "Momentum", "--momentum", "0.8", "--lr", "0.01"],
         "Nesterov": ["--optimizer", "Nesterov", "--momentum", "0.7", "--lr", "0.02"],
         "AdamW": [
             "--optimizer",
