@@ -168,7 +168,7 @@ def pixels_match(image):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3000)
 def test_documented_commands_run_as_written(tmp_path):
     if not (Path(sys.prefix) / "paddle").is_file():
         pytest.skip("requires the .venv that make installs")
