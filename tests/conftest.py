@@ -28,6 +28,7 @@ from PIL import Image
 
 import data_files
 from layouts import image, put
+from workers import gpu_labels
 from paddle_resnet.data import decoding, images
 from paddle_resnet import config, export
 from paddle_resnet import resolution
@@ -618,14 +619,6 @@ def assert_sparse(params, algorithm="mask_1d"):
         assert density == 0.5 or (algorithm != "mask_1d" and 0.4 < density < 0.5), name
         assert not params[name][params[f"{name}.asp_mask"] == 0].any(), name
         assert_two_of_four(params[name], algorithm)
-
-
-def gpu_labels(count):
-    """Return the names that the launcher uses for the first `count` visible GPUs. If $SHARE_GPU is set, return the name
-    of the first GPU `count` times."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    labels = visible.split(",") if visible else [str(i) for i in range(count)]
-    return labels[:1] * count if "SHARE_GPU" in os.environ else labels[:count]
 
 
 def need_two_gpus():

@@ -23,7 +23,6 @@ from conftest import (
     TINY,
     assert_one_error,
     assert_sparse,
-    gpu_labels,
     losses,
     need_two_gpus,
     phase,
@@ -35,6 +34,7 @@ from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils.mode import Mode
+from workers import Worker, gpu_labels
 
 # A network with four stages contains more kinds of convolutions than one with two stages, so cuDNN uses more
 # algorithms.
@@ -657,19 +657,48 @@ PADDLE_KERNELS = {
 }
 
 
-@pytest.fixture
-def two_gpus(photos, tmp_path):
-    """Return a function that runs a job on two GPUs and returns its report entries, or [log of each rank] if the job
-    has a fault."""
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Return a function that runs tests/train_tiny.py in two processes on two GPUs, and returns "ok" or the error. The
+    processes import Paddle only once."""
     need_two_gpus()
+    workers = []
+
+    def pair(arguments):
+        if not workers or workers[-1].has_ended:
+            folder = tmp_path_factory.mktemp("pair") / "worker"
+            program = ["tests/train_tiny.py", "--tasks", folder, "--stages", "4"]
+            workers.append(Worker(folder, program, "gpu", 2, FLAGS_cudnn_deterministic="1"))
+            assert workers[-1].answer(120) == "ok"
+        workers[-1].ask([*map(str, arguments)])
+        result = workers[-1].answer(120)
+        if result != "ok":
+            workers[-1].kill()  # the other process may wait for the one that failed
+        return result
+
+    yield pair
+    for worker in workers:
+        worker.kill()
+
+
+@pytest.fixture
+def two_gpus(pair, photos, tmp_path):
+    """Return a function that runs a job on two GPUs and returns its report entries, or [log of each rank] if the job
+    has a fault. Runs that change the trainer or its environment are separate jobs; the others share two processes."""
 
     def two_gpus(*flags, fault=None, gpus=2, environment=None):
-        labels = ",".join(gpu_labels(gpus))
-        launcher = ["-m", "paddle.distributed.launch", "--gpus", labels, "--log_dir", tmp_path / "log"]
+        (tmp_path / "log").mkdir(exist_ok=True)
         places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
         places += ["--batch-size", "5", "--overwrite", "--parameters", tmp_path, "--stages", "4"]
-        places += ["--fault", fault] if fault else []
-        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+        arguments = [*TINY, *places, *flags]
+        if not fault and gpus == 2 and "--shares" not in flags:
+            result = pair(arguments)
+            assert result == "ok", result + (tmp_path / "log/workerlog.0").read_text()[-3000:]
+            return read_report(tmp_path / "report.json")
+        launcher = ["-m", "paddle.distributed.launch", "--gpus", ",".join(gpu_labels(gpus))]
+        launcher += ["--log_dir", tmp_path / "log"]
+        arguments += ["--fault", fault] if fault else []
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *arguments]
         environment = os.environ | {"FLAGS_cudnn_deterministic": "1"} | (environment or {})
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
@@ -805,8 +834,8 @@ RESUMED = {
 def test_two_gpus_resume_bit_identically_inside_an_epoch(two_gpus, tmp_path, flags):
     flags = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "9", *flags]
     expected = losses(two_gpus(*flags))
-    start = ["--from-checkpoint", tmp_path / "Tiny/1_2", "--last-epoch-of-checkpoint", "auto", "--overwrite", "false"]
-    resumed = losses(two_gpus(*flags, *start))
+    start = ["--from-checkpoint", tmp_path / "Tiny/1_2", "--last-epoch-of-checkpoint", "auto"]
+    resumed = losses(two_gpus(*flags, *start, "--output-dir", tmp_path / "resumed"))
     assert resumed == {key: expected[key] for key in resumed}
     assert {(1, 2), (1, "train"), (1, "val"), (2, "val")} <= set(resumed)
 

@@ -23,6 +23,8 @@ import paddle
 from paddle import static
 
 import few_blocks
+import reruns
+import workers
 from paddle_resnet.data import decoding
 from paddle_resnet.data import iterators
 from paddle_resnet.data import loader as loader_module
@@ -64,6 +66,7 @@ def parse_options():
     add("--flipped", default="conv2d_2.w_0", help="variable of which the fault 'flips' changes a bit")
     add("--check-interval", type=int, default=1000, help="steps between two comparisons of the ranks")
     add("--find-lr", action="store_true", help="whether to run the learning-rate finder instead of train.py")
+    add("--tasks", metavar="FOLDER", help="run the tasks of the workers.Worker with this folder")
     add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: differences of a rank")
     options, sys.argv[1:] = parser.parse_known_args()
     return options
@@ -214,8 +217,8 @@ def write_state(save):
     return wrapped
 
 
-if __name__ == "__main__":
-    options = parse_options()
+def install():
+    """Change the trainer as the options say."""
     if options.few_blocks:
         few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * options.stages, width=8)
@@ -231,14 +234,13 @@ if __name__ == "__main__":
         loop.run_and_save = with_dynamic_loss_scaling(loop.run_and_save)
     if options.unfused:
         fleet.fleet.init = unfused(fleet.fleet.init)
-    if options.parameters:
+    if options.parameters or options.tasks:
         Saver.save = write_state(Saver.save)
     if options.fatal_change is not None:
         kill_at(options.fatal_root, options.fatal_change)
     replicas.INTERVAL_STEPS = options.check_interval
     exchange.stop_agreed = slow(exchange.stop_agreed, options.slow_step)
     exchange.stop_asked = slow(exchange.stop_asked, options.slow_evaluation)
-    captures = []
     capture = cuda_graph.CapturedStep._capture
     cuda_graph.CapturedStep._capture = lambda self: (captures.append(self), capture(self))
     my_rank = str(processes.rank())
@@ -251,6 +253,10 @@ if __name__ == "__main__":
         rank, *arguments = difference.split()
         if rank == my_rank:
             apply_difference(arguments)
+
+
+def run():
+    """Run the trainer, and write the final parameters. Return the exit code."""
     code = signals.leaving((lr_find if options.find_lr else train).main())
     print(f"captures: {len(captures)}")
     if code == 0 and options.parameters and "Plain" not in sys.argv and not options.few_blocks:
@@ -259,8 +265,34 @@ if __name__ == "__main__":
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
+    return code
+
+
+def run_task(arguments):
+    """Run this program with other arguments, with the output in a log like that of the launcher. Return "ok" or the
+    error. Only options that `run` and `write_state` read have an effect."""
+    global options
+    sys.argv[1:] = arguments
+    options = parse_options()
+    workers.redirect(f"{options.parameters}/log/workerlog.{processes.rank()}")
+    captures.clear()
+    reruns.start_run()
+    with static.scope_guard(static.Scope()):
+        code = run()
+    workers.flush()
+    return "ok" if code == 0 else f"exit code {code}"
+
+
+if __name__ == "__main__":
+    captures = []
+    options = parse_options()
+    install()
+    if options.tasks:
+        reruns.allow_reruns()
+        workers.serve(options.tasks, processes.rank(), run_task)
+        sys.exit()
+    code = run()
     if "gpu" in sys.argv:  # exit normally, because test_gpu.py also tests how the process exits
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    workers.flush()
     os._exit(code)  # skip the destructors of Paddle's libraries, which take half a second on a CPU

@@ -26,7 +26,6 @@ a GPU does not change:
 # ruff: noqa: I001
 
 import contextlib
-import functools
 import gc
 import importlib.util
 import itertools
@@ -46,6 +45,7 @@ import paddle
 from paddle import static
 
 import few_blocks
+import reruns
 from paddle_resnet.data import decoding
 from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
@@ -89,7 +89,7 @@ def prepare(device):
     # The processes of a job agree on a step two polls after a signal. With the default, short runs would end before
     # this step.
     exchange.STOP_POLL_STEPS = 2
-    compat.start_gloo = functools.cache(compat.start_gloo)  # Paddle starts Gloo only once per process
+    reruns.allow_reruns()
     gc.disable()  # building programs is faster; worker.py collects garbage after each row
 
 
@@ -168,7 +168,7 @@ class Row:
         row = self.flags(name, start, [axis for axis in only if axis not in without])
         logger._start_s = time.time()  # --budget-minutes counts from the start of the program
         if processes.world_size() > 1:
-            start_job()
+            reruns.start_run()
         if self.is_short:
             gc.collect()  # free the GPU memory and the threads of earlier runs
         part = self._part("resumed" if "--resume" in flags else name)
@@ -360,31 +360,6 @@ def without_times(value):
     if isinstance(value, dict):
         return {key: without_times(each) for key, each in value.items() if not TIMES.search(key)}
     return value
-
-
-class Store:
-    """Paddle's store, with a prefix for the keys, so that it looks new to each run of a process."""
-
-    runs = itertools.count()
-
-    def __init__(self, store):
-        self._store, self._prefix = store, f"run{next(Store.runs)}/"
-
-    def get(self, key):
-        return self._store.get(self._prefix + key)
-
-    def set(self, key, value):
-        self._store.set(self._prefix + key, value)
-
-    def add(self, key, number):
-        return self._store.add(self._prefix + key, number)
-
-
-def start_job(store=exchange._store):
-    """Reset the state of exchange.py before the next run of this process, because a run must begin with new state."""
-    exchange._exchanges = exchange._polls = 0
-    exchange._stop_at = exchange._last_gather = None
-    exchange._store = functools.cache(lambda: Store(store()))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 python tests/combinations/run.py                                                       all rows, on a CPU
 python tests/combinations/run.py --rows 1/10 --ranks 2                                 jobs of two processes
 python tests/combinations/run.py --device gpu --rows 1/2 --processes 6                 on a GPU
-python tests/combinations/run.py --device gpu --gpus 2 --rows 1/5                      on two GPUs
+python tests/combinations/run.py --device gpu --gpus 2 --rows 1/4                      on two GPUs
 
 Each process imports Paddle once and checks one row after another. With --gpus N or --ranks N, each row is a job of N
 processes on N GPUs or on the CPU instead, started by Paddle's launcher. Only one job at a time runs on several GPUs: if
@@ -16,14 +16,9 @@ code is 0 if all rows succeeded.
 """
 
 import argparse
-import contextlib
 import itertools
-import json
-import os
 import queue
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,8 +26,9 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+
+from workers import Worker  # noqa: E402
 
 # Maximum time to import Paddle and, on a GPU, to compile the custom kernels. On some machines, one process starts after
 # the other.
@@ -156,9 +152,9 @@ class Pool:
                 break
             if worker is None:
                 start = time.monotonic()
-                worker = Worker(self._folder / f"worker{next(self._names)}", self._args.device, self._ranks)
+                worker = self._worker()
                 problem = worker.answer(self._limited(START_LIMIT_S))
-                if problem != "ready":
+                if problem != "ok":
                     print(f"{worker.folder.name} does not start: {problem}", flush=True)
                     break
                 print(f"{worker.folder.name} ready after {time.monotonic() - start:.1f} s", flush=True)
@@ -176,67 +172,12 @@ class Pool:
         if worker is not None:
             worker.kill()
 
+    def _worker(self):
+        folder, device = self._folder / f"worker{next(self._names)}", self._args.device
+        return Worker(folder, [HERE / "worker.py", folder, device, self._folder / "data"], device, self._ranks)
+
     def _limited(self, seconds):
         return max(0, min(seconds, self._end - time.monotonic()))
-
-
-class Worker:
-    """A process that checks rows, or a job of several such processes. All processes read the names of the rows from the
-    file `asked`, and rank 0 writes a line for each row to the file `answers`."""
-
-    def __init__(self, folder, device, ranks):
-        self.folder, self.has_ended, self._lines = folder, False, 0
-        folder.mkdir()
-        for name in ("asked", "answers"):
-            (folder / name).touch()
-        command = [sys.executable]
-        if ranks > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            gpus = visible.split(",") if visible else [*map(str, range(ranks))]
-            count = ["--gpus", ",".join(gpus[:ranks])] if device == "gpu" else ["--nproc_per_node", ranks]
-            command += ["-m", "paddle.distributed.launch", *count, "--log_dir", folder / "log"]
-        command += [HERE / "worker.py", folder, device, folder.parent / "data"]
-        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": python_path, "PORT_RANGE": "12000:32000"}
-        with (folder / "output").open("w") as output:
-            self._process = subprocess.Popen(
-                [*map(str, command)], cwd=ROOT, env=environment, stdout=output, stderr=output
-            )
-
-    def ask(self, job):
-        with (self.folder / "asked").open("a") as file:
-            file.write(f"{job}\n")
-
-    def answer(self, limit_s):
-        """Return the next answer. If the process exits or does not answer within the limit, kill all processes and
-        return the reason as a string."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            code = self._process.poll()
-            lines = (self.folder / "answers").read_text().split("\n")[:-1]
-            if len(lines) > self._lines:
-                self._lines += 1
-                return json.loads(lines[self._lines - 1])
-            if code is not None:
-                self.kill()
-                return f"the process exited with {code}: {last_line(self.folder / 'output')}"
-            time.sleep(0.02)
-        self.kill()
-        return f"no answer after {limit_s:.0f} s"
-
-    def kill(self):
-        self.has_ended = True
-        pids = [int(path.suffix[1:]) for path in self.folder.glob("rank*.*")]
-        for pid in (self._process.pid, *pids):  # the launcher first; otherwise, it would report the others
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that a driver blocks does not end
-            self._process.wait(10)
-
-
-def last_line(path):
-    lines = path.read_text(errors="replace").splitlines()
-    return lines[-1][:200] if lines else ""
 
 
 if __name__ == "__main__":

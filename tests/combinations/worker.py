@@ -4,47 +4,38 @@ Arguments: the folder of the worker, the device, and the folder of the data sets
 """
 # ruff: noqa: E402
 
-import gc
-import json
-import os
 import re
 import sys
-import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import checks
 import conflicts
 import generate
+import workers
 from paddle_resnet.job import processes
 
 ERROR = re.compile(r"(train\.py|paddle_resnet\.\w+): error: |[\w.]*(Error|Exception)\b")
 
 
 def main(folder, device, data):
-    folder, data, rank = Path(folder), Path(data), processes.rank()
-    (folder / f"rank{rank}.{os.getpid()}").touch()
     checks.prepare(device)
-    gc.freeze()
-    parent, done = os.getppid(), 0
-    answer(folder, "ready")
-    while os.getppid() == parent:
-        jobs = (folder / "asked").read_text().split("\n")[:-1]
-        if len(jobs) == done:
-            time.sleep(0.02)
-            continue
-        log = folder / f"row{jobs[done]}.{rank}.log"
-        redirect(log)
-        try:
-            check(jobs[done], device, data, folder / f"row{jobs[done]}", log)
-            result = "ok"
-        except Exception as e:
-            traceback.print_exc()
-            result = f"{type(e).__name__}: {e}"[:500] + "".join(f" | {line[:300]}" for line in errors(log)[-2:])
-        gc.collect()
-        answer(folder, result)
-        done += 1
+    rank = processes.rank()
+    workers.serve(folder, rank, partial(answer, device=device, data=Path(data), folder=Path(folder), rank=rank))
+
+
+def answer(job, device, data, folder, rank):
+    """Return "ok" or the error of a job."""
+    log = folder / f"row{job}.{rank}.log"
+    workers.redirect(log)
+    try:
+        check(job, device, data, folder / f"row{job}", log)
+    except Exception as e:
+        traceback.print_exc()
+        return f"{type(e).__name__}: {e}"[:500] + "".join(f" | {line[:300]}" for line in errors(log)[-2:])
+    return "ok"
 
 
 def check(job, device, data, folder, log):
@@ -59,25 +50,8 @@ def check(job, device, data, folder, log):
 
 
 def errors(log):
-    sys.stdout.flush()
-    sys.stderr.flush()
+    workers.flush()
     return [line for line in log.read_text(errors="replace").splitlines() if ERROR.match(line)]
-
-
-def redirect(path):
-    """Write this process's output to a file, including that of C++ code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-
-
-def answer(folder, result):
-    if processes.rank() == 0:
-        with (folder / "answers").open("a") as file:
-            file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
