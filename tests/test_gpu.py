@@ -779,6 +779,16 @@ def test_two_hosts_with_one_gpu_each_match_one_host(launch_nodes, two_gpus, tmp_
             np.testing.assert_array_equal(np.load(folder / f"rank{rank}.npz")[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize("kernels", ["native", "paddle"])
+def test_first_residual_unit_trains_after_a_frozen_stem(run_train, register, kernels):
+    """The first unit of ResNet18 adds the output of the stem, which needs no gradient if the stem is frozen. Paddle's
+    fused operators for additions and BN need it."""
+    register("Tiny", partial(ResNet, BasicBlock, (1,), width=8))
+    code, report = run_train(*O2, "--freeze", "stem", "--kernels", kernels, "--epochs", "2")
+    assert code == 0
+    assert np.isfinite(phase(report, [1], "train.")["loss"])
+
+
 TWO_GPU_FLAGS = ["--shares", "--data-format", "synthetic", "--epochs", "2"]
 
 

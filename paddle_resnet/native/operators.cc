@@ -149,8 +149,8 @@ PD_BUILD_OP(native_bn_inference)
 
 // Pooling, pool.h
 
-Shapes MaxPoolShape(const Dims &x, int kernel, int stride, int padding) {
-  const Window window = window_of(x[1], x[2], kernel, stride, padding, padding, 0);
+Shapes MaxPoolShape(const Dims &x, int kernel, int stride, int padding, int padding_end) {
+  const Window window = window_of(x[1], x[2], kernel, stride, padding, padding_end, 0);
   const Dims out = {x[0], window.out_height, window.out_width, x[3]};
   return {out, out};
 }
@@ -158,7 +158,7 @@ Types MaxPoolType(DataType x) { return {x, DataType::UINT8}; }
 PD_BUILD_OP(native_max_pool)
     .Inputs({"X"})
     .Outputs({"Y", "Positions"})
-    .Attrs({"kernel: int", "stride: int", "padding: int"})
+    .Attrs({"kernel: int", "stride: int", "padding: int", "padding_end: int"})
     .SetKernelFn(PD_KERNEL(MaxPool))
     .SetInferShapeFn(PD_INFER_SHAPE(MaxPoolShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(MaxPoolType));
@@ -176,7 +176,7 @@ PD_BUILD_OP(native_max_pool_backward)
     .SetInferDtypeFn(PD_INFER_DTYPE(MaxPoolBackwardType));
 
 Shapes AveragePoolShape(const Dims &x, int kernel, int stride, int padding, bool) {
-  return {MaxPoolShape(x, kernel, stride, padding)[0]};
+  return {MaxPoolShape(x, kernel, stride, padding, padding)[0]};
 }
 Types AveragePoolType(DataType x) { return {x}; }
 PD_BUILD_OP(native_average_pool)

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -36,11 +37,11 @@ void check_padding(int kernel, int padding) {
 
 // Returns y and positions, both [N, OH, OW, C]. A position is a byte that contains the index of the maximum within the
 // window.
-std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
+std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding, int padding_end) {
   const Shape rows(x);
   const int batch = x.shape()[0], channels = rows.channels;
-  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding, rows.vectors);
-  check_padding(kernel, padding);
+  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, rows.vectors);
+  check_padding(kernel, std::max(padding, padding_end));
   const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
   Tensor y = paddle::empty(shape, x.dtype(), x.place()), positions = paddle::empty(shape, DataType::UINT8, x.place());
   if (x.is_gpu()) {
@@ -69,7 +70,8 @@ std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, 
                                     int height, int width) {
   const Shape rows(dy[0]);
   const int batch = dy[0].shape()[0], channels = rows.channels;
-  Window window = window_of(height, width, kernel, stride, padding, padding, rows.vectors);
+  const int out_height = dy[0].shape()[1], out_width = dy[0].shape()[2];
+  Window window = {height, width, out_height, out_width, kernel, stride, padding, rows.vectors};
   Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
   const bool has_two = has_second(dy);
   if (positions.numel() != dy[0].numel())

@@ -136,7 +136,7 @@ def find_tail(graph: Graph, bn: Operator) -> Tail:
             op, name = _activation(graph, add.output("Out")[0]) or (None, "")
             if name in ADDED:
                 return Tail([add, op], op.output("Out")[0], name, addend)
-            if graph.gradient(add) is not None or not graph.has_gradient([add]):
+            if graph.gradient(add, is_complete=False) is not None or not graph.has_gradient([add]):
                 return Tail([add], add.output("Out")[0], "linear", addend)
     return Tail([], y, "", None)
 
@@ -154,7 +154,8 @@ def _activation(graph, name):
 def _fuse_training(graph, bn):
     block, tail = graph.block, find_tail(graph, bn)
     ops = [bn, *tail.ops]
-    gradients = [graph.gradient(op) for op in reversed(ops)]
+    # If the addend is the output of frozen layers, the gradient operator of the addition computes only one gradient.
+    gradients = [graph.gradient(op, is_complete=op.type != "elementwise_add") for op in reversed(ops)]
     if None in gradients:
         return  # for example, the layer is partly or completely frozen
     buffer = graph.coalesced.get(gradients[-1].output("Scale@GRAD")[0])
@@ -184,7 +185,7 @@ def _fuse_training(graph, bn):
     parameters |= {"Z": tail.addend}
     inputs = backward_inputs | {"DY@VECTOR": summands}
     side = "Y@GRAD" if tail.ops[0].input("Y")[0] == tail.addend.name else "X@GRAD"
-    gradient_outputs |= {"DZ": graph.variables(gradients[-2], side)[side]}
+    gradient_outputs |= {"DZ": graph.output_or_unused(gradients[-2], side, tail.addend)}
     if tail.activation == "relu":
         mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
         name, outputs["Mask"], inputs["Mask"], activation = "native_bn_add_relu", mask, mask, {}
@@ -211,31 +212,34 @@ def _fuse_inference(graph, bn):
 
 
 def _is_plain_pool(graph, op):
-    if op.attr("data_format") != "NHWC":
+    if op.attr("data_format") != "NHWC" or op.attr("padding_algorithm") != "EXPLICIT":
         return False
-    kernel, stride, padding = (op.attr(name) for name in ("ksize", "strides", "paddings"))
-    is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
+    (kernel, *kernels), (stride, *strides) = op.attr("ksize"), op.attr("strides")
+    paddings = _square_padding(graph, op)
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive"))
-    fits_a_byte = max(kernel) <= 15  # the kernel for max pooling stores positions in the window as bytes
-    overlaps_the_image = max(padding) < min(kernel)  # every window contains at least one pixel of the image
+    if kernels != [kernel] or strides != [stride] or paddings is None or not is_plain:
+        return False
+    fits_a_byte = kernel <= 15  # the kernel for max pooling stores positions in the window as bytes
+    overlaps_the_image = max(paddings) < kernel  # every window contains at least one pixel of the image
+    has_one_padding = op.attr("pooling_type") == "max" or paddings[0] == paddings[1]
     size = graph.variables(op, "X")["X"].shape[1:3]
     has_fixed_size = min(size) > 0
-    rounds_up = op.attr("ceil_mode") and any((n + 2 * padding[0] - kernel[0]) % stride[0] for n in size)
-    is_known = is_square and is_plain and fits_a_byte and overlaps_the_image and has_fixed_size and not rounds_up
-    return is_known and op.attr("padding_algorithm") == "EXPLICIT"
+    rounds_up = op.attr("ceil_mode") and any((n + sum(paddings) - kernel) % stride for n in size)
+    return fits_a_byte and overlaps_the_image and has_one_padding and has_fixed_size and not rounds_up
 
 
 def _fuse_pool(graph, pool):
     x, out = graph.variables(pool, "X", "Out").values()
-    attrs = {"kernel": pool.attr("ksize")[0], "stride": pool.attr("strides")[0], "padding": pool.attr("paddings")[0]}
+    padding, padding_end = _square_padding(graph, pool)
+    attrs = {"kernel": pool.attr("ksize")[0], "stride": pool.attr("strides")[0], "padding": padding}
     if pool.attr("pooling_type") == "max":
-        name = "native_max_pool"
+        name, more = "native_max_pool", {"padding_end": padding_end}
         positions = graph.block.create_var(name=f"{out.name}.positions", dtype=paddle.uint8, stop_gradient=True)
         results = {"Positions": positions}
     else:
-        name, results = "native_average_pool", {}
+        name, results, more = "native_average_pool", {}, {}
         attrs["excludes_padding"] = pool.attr("exclusive")
-    graph.replace([pool], pool, name, {"X": x}, {"Y": out, **results}, dict(attrs))
+    graph.replace([pool], pool, name, {"X": x}, {"Y": out, **results}, attrs | more)
     gradient = graph.gradient(pool)
     if gradient is not None:
         summands, sums = graph.summands(f"{out.name}@GRAD")
@@ -338,14 +342,14 @@ def has_depthwise_kernel(graph: Graph, op: Operator) -> bool:
 
 
 def _square_padding(graph, op):
-    """Return the padding of a convolution as (rows at the top, rows at the bottom), or None if the columns are padded
-    differently."""
+    """Return the padding of a convolution or pooling as (rows at the top, rows at the bottom), or None if the columns
+    are padded differently."""
     rows, columns = padding(graph, op)
     return rows if rows == columns else None
 
 
 def padding(graph: Graph, op: Operator) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the padding of a convolution of NHWC images as ((top, bottom), (left, right))."""
+    """Return the padding of a convolution or pooling of NHWC images as ((top, bottom), (left, right))."""
     algorithm, values = op.attr("padding_algorithm"), op.attr("paddings")
     if algorithm == "SAME":
         # Pad until the last window covers the last pixel. If the total padding is odd, the end gets the extra pixel.

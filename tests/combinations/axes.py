@@ -246,6 +246,7 @@ GPU_AXES = {
         "bfloat16 O2": ["--amp", "--amp-dtype", "bfloat16", "--amp-level", "O2"],
         "float32": ["--amp", "false"],
     },
+    "loader": {"GPU": [], "CPU": ["--dali-device", "cpu"]},
 }
 # [(value of GPU_AXES that a row cannot have, values of the row that conflict with it, value to use instead)]
 GPU_REPLACEMENTS = [(("precision", "bfloat16 O2"), ("sparsity", ("mask_1d", "mask_2d_greedy", "mask_2d_best")), "O2")]
@@ -254,9 +255,9 @@ GPU_REPLACEMENTS = [(("precision", "bfloat16 O2"), ("sparsity", ("mask_1d", "mas
 def gpu_values(number, values):
     """Return the values of GPU_AXES for a row. Half of the rows have the first value of each axis."""
     result = {}
-    for axis, choices in GPU_AXES.items():
+    for i, (axis, choices) in enumerate(GPU_AXES.items()):
         others = [*choices][1:]
-        result[axis] = others[number // 4 % len(others)] if number % 4 > 1 else next(iter(choices))
+        result[axis] = others[number // 4 % len(others)] if (number >> i) % 4 > 1 else next(iter(choices))
     for (axis, value), (other, conflicting), replacement in GPU_REPLACEMENTS:
         if result[axis] == value and values[other] in conflicting:
             result[axis] = replacement

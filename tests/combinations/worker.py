@@ -4,6 +4,7 @@ Arguments: the folder of the worker, the device, and the folder of the data sets
 """
 # ruff: noqa: E402
 
+import faulthandler
 import re
 import sys
 import traceback
@@ -17,6 +18,7 @@ import generate
 import workers
 from paddle_resnet.job import processes
 
+SLOW_S = 80  # if a row takes longer, its log contains the Python stack at this time
 ERROR = re.compile(r"(train\.py|paddle_resnet\.\w+): error: |[\w.]*(Error|Exception)\b")
 
 
@@ -30,11 +32,14 @@ def answer(job, device, data, folder, rank):
     """Return "ok" or the error of a job."""
     log = folder / f"row{job}.{rank}.log"
     workers.redirect(log)
+    faulthandler.dump_traceback_later(SLOW_S, file=sys.__stderr__)
     try:
         check(job, device, data, folder / f"row{job}", log)
     except Exception as e:
         traceback.print_exc()
         return f"{type(e).__name__}: {e}"[:500] + "".join(f" | {line[:300]}" for line in errors(log)[-2:])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return "ok"
 
 

@@ -346,21 +346,23 @@ POOLED = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("summands", [1, 2])
-@pytest.mark.parametrize("kernel, stride, padding", [(3, 2, 1), (2, 2, 0), (3, 1, 1), (5, 3, 2)])
+@pytest.mark.parametrize(
+    "kernel, stride, padding, end", [(3, 2, 1, 1), (2, 2, 0, 0), (3, 1, 1, 1), (5, 3, 2, 2), (2, 1, 0, 1), (3, 2, 2, 0)]
+)
 @POOLED
-def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
-    """The reference is Paddle's pooling in float32. All values except zeros are distinct. If a window contains several
-    zeros and no larger value, pooling selects the first zero."""
+def test_max_pool(device, where, dtype, shape, kernel, stride, padding, end, summands):
+    """All values except zeros are distinct. If a window contains several zeros and no larger value, pooling selects the
+    first zero."""
     random = Random(dtype)
-    plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
-    x = plain.astype(dtype)
-    plain.stop_gradient = False
-    expected = paddle.nn.functional.max_pool2d(plain, kernel, stride, padding, data_format="NHWC")
-    y, positions = run("native_max_pool", x, kernel, stride, padding)
-    assert np.array_equal(wide(y), wide(expected))
+    x = paddle.nn.functional.relu(random.images(shape).astype("float32")).astype(dtype)
+    around = ((0, 0), (padding, end), (padding, end), (0, 0))
+    padded = np.pad(wide(x), around, constant_values=-np.inf)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (kernel, kernel), (1, 2))[:, ::stride, ::stride]
+    y, positions = run("native_max_pool", x, kernel, stride, padding, end)
+    assert np.array_equal(wide(y), windows.max((-1, -2)))
     dy = [random.images(y.shape) for _ in range(summands)]
     (dx,) = run("native_max_pool_backward", dy, positions, kernel, stride, padding, *shape[1:3])
-    close(dx, max_pool_gradient(wide(plain), sum(wide(d) for d in dy), kernel, stride, padding), dtype)
+    close(dx, max_pool_gradient(wide(x), sum(wide(d) for d in dy), kernel, stride, padding), dtype)
 
 
 @pytest.mark.parametrize("summands, excludes_padding", [(1, True), (2, False)])

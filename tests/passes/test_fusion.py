@@ -363,7 +363,8 @@ UNUSUAL = {
     "frozen scale and bias": (lambda x: F.relu(bn(**frozen_parameters())(conv(x))), 0),
     "frozen before all trained layers": (lambda x: conv(F.relu(bn(**frozen_parameters())(x))), 0),
     "batch normalization of the images": (lambda x: F.relu(bn()(x)), 0),
-    "addend without a gradient": (lambda x: F.relu(bn()(conv(x)) + no_gradient(x * 2)), 0),
+    "addend without a gradient": (lambda x: F.relu(bn()(conv(x)) + no_gradient(x * 2)), 1),
+    "first addend without a gradient": (lambda x: F.mish(no_gradient(x * 2) + bn()(conv(x))), 1),
     "added to itself": (lambda x: (lambda y: F.relu(y + y))(bn()(conv(x))), 1),
     "output with two consumers": (lambda x: (lambda y: F.relu(y) + y)(bn()(conv(x))), 1),
     "addition without activation": (lambda x: bn()(conv(x)) + conv(x), 1),
@@ -430,6 +431,15 @@ UNUSUAL = {
     "largest pool": (lambda x: max_pool(conv(x), 15), 2),
     "larger pool": (lambda x: max_pool(conv(x), 16), 0),
     "pool with windows that contain only padding": (lambda x: F.max_pool2d(conv(x), 2, 1, 2, data_format="NHWC"), 0),
+    "max pool, padded at the bottom and right": (
+        lambda x: F.max_pool2d(conv(x), 2, 1, [0, 1, 0, 1], data_format="NHWC"),
+        2,
+    ),
+    "average pool, padded at the bottom and right": (
+        lambda x: F.avg_pool2d(conv(x), 2, 1, [0, 1, 0, 1], data_format="NHWC"),
+        0,
+    ),
+    "max pool, padded at the right": (lambda x: F.max_pool2d(conv(x), 2, 1, [0, 0, 0, 1], data_format="NHWC"), 0),
     "pool whose output size is rounded up": (
         lambda x: F.max_pool2d(conv(x), 3, 2, ceil_mode=True, data_format="NHWC"),
         0,
