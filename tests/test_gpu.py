@@ -789,6 +789,36 @@ def test_first_residual_unit_trains_after_a_frozen_stem(run_train, register, ker
     assert np.isfinite(phase(report, [1], "train.")["loss"])
 
 
+class UnevenlyPadded(ResNet):
+    """A network in which the gradient of a convolution that is padded only at the bottom and right is added to another
+    gradient."""
+
+    def __init__(self, *args, **flags):
+        super().__init__(*args, **flags)
+        self.uneven = paddle.nn.Conv2D(8, 8, 2, padding="SAME", data_format="NHWC")
+        self.before = paddle.nn.Conv2D(4, 8, 3, padding=1, data_format="NHWC")
+        self.after = paddle.nn.Conv2D(8, 4, 1, data_format="NHWC")
+
+    def forward(self, images):
+        x = self.before(images)
+        return super().forward(self.after(F.relu(self.uneven(x)) + F.relu(x)))
+
+
+@pytest.mark.parametrize("kernels", ["native", "paddle"])
+def test_gradients_of_unevenly_padded_convolutions_match_cpu(run_train, deterministic, register, kernels):
+    register("Tiny", partial(UnevenlyPadded, BottleneckBlock, (1,), width=8))
+    results = []
+    for device in (["--device", "gpu", "--dali-device", "cpu"], ["--device", "cpu"]):
+        code, report = run_train(*NHWC, *device, "--kernels", kernels, "--epochs", "2", "--lr", "0.01")
+        assert code == 0
+        results.append([value for key, value in sorted(losses(report).items(), key=str)])
+    assert results[0] == pytest.approx(results[1], rel=0.01)
+    code, report = run_train(
+        *NHWC, "--device", "gpu", "--dali-device", "cpu", "--kernels", kernels, "--epochs", "2", "--lr", "0.01"
+    )
+    assert [value for key, value in sorted(losses(report).items(), key=str)] == results[0]
+
+
 TWO_GPU_FLAGS = ["--shares", "--data-format", "synthetic", "--epochs", "2"]
 
 

@@ -18,7 +18,7 @@ from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.models import loss_head
-from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 from paddle_resnet.step import build as building
@@ -960,28 +960,6 @@ def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, mo
     expected = losses(args, batches)
     monkeypatch.setattr(compilation, "build_strategy", fusing)
     assert losses(args, batches) == pytest.approx(expected, rel=1e-5)
-
-
-def test_additions_of_frozen_layers_are_not_fused_by_paddle(parse, monkeypatch):
-    """The first residual unit of ResNet18 adds the output of the stem, which needs no gradient if the stem is frozen.
-    The pass that fuses BN with additions exists only in GPU builds; see test_gpu.py."""
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1,), width=8))
-    batches, strategy, strategies = random_batches(2), compilation.build_strategy, []
-
-    def fusing(args, is_train=True):
-        strategies.append(strategy(args, is_train))
-        strategies[-1].fuse_elewise_add_act_ops = strategies[-1].fuse_bn_add_act_ops = True
-        return strategies[-1]
-
-    frozen, trained = parse("--kernels", "paddle", "--freeze", "stem"), parse("--kernels", "paddle")
-    expected = losses(frozen, batches)
-    monkeypatch.setattr(compilation, "build_strategy", fusing)
-    for args, is_fused in (frozen, False), (trained, True):
-        actual = losses(args, batches)
-        fusions = [s.fuse_elewise_add_act_ops + s.fuse_bn_add_act_ops for s in strategies]
-        assert fusions == [2 * is_fused] * len(fusions)
-        strategies.clear()
-        assert is_fused or actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_batch_may_contain_additional_feeds(parse, monkeypatch):

@@ -136,7 +136,7 @@ def find_tail(graph: Graph, bn: Operator) -> Tail:
             op, name = _activation(graph, add.output("Out")[0]) or (None, "")
             if name in ADDED:
                 return Tail([add, op], op.output("Out")[0], name, addend)
-            if graph.gradient(add, is_complete=False) is not None or not graph.has_gradient([add]):
+            if graph.gradient(add) is not None or not graph.has_gradient([add]):
                 return Tail([add], add.output("Out")[0], "linear", addend)
     return Tail([], y, "", None)
 
@@ -154,8 +154,7 @@ def _activation(graph, name):
 def _fuse_training(graph, bn):
     block, tail = graph.block, find_tail(graph, bn)
     ops = [bn, *tail.ops]
-    # If the addend is the output of frozen layers, the gradient operator of the addition computes only one gradient.
-    gradients = [graph.gradient(op, is_complete=op.type != "elementwise_add") for op in reversed(ops)]
+    gradients = [graph.gradient(op) for op in reversed(ops)]
     if None in gradients:
         return  # for example, the layer is partly or completely frozen
     buffer = graph.coalesced.get(gradients[-1].output("Scale@GRAD")[0])
@@ -185,7 +184,7 @@ def _fuse_training(graph, bn):
     parameters |= {"Z": tail.addend}
     inputs = backward_inputs | {"DY@VECTOR": summands}
     side = "Y@GRAD" if tail.ops[0].input("Y")[0] == tail.addend.name else "X@GRAD"
-    gradient_outputs |= {"DZ": graph.output_or_unused(gradients[-2], side, tail.addend)}
+    gradient_outputs |= {"DZ": graph.variables(gradients[-2], side)[side]}
     if tail.activation == "relu":
         mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
         name, outputs["Mask"], inputs["Mask"], activation = "native_bn_add_relu", mask, mask, {}

@@ -14,7 +14,7 @@ from paddle_resnet.components import accumulation, optimizer, precision
 from paddle_resnet.job import processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import table
-from paddle_resnet.passes import fusion, statistics
+from paddle_resnet.passes import fusion, gradients, statistics
 from paddle_resnet.settings.field import about
 from paddle_resnet.step import cuda_graph, facts, scalars, trace
 from paddle_resnet.utils import logger
@@ -139,19 +139,18 @@ def _compile(options, source, is_train, change=lambda program: None):
         return _traced(options, PirStep(program, source, place, variable_of), is_train)
     if options.device == "cpu" and options.data_layout == "NCHW":
         _use_onednn(program)
+    gradients.complete_additions(program)
     if options.kernels == "native":
         fusion.fuse(program, uses_onednn=options.device == "cpu" and native.has_onednn())
         _update_natively(program)
     else:
         statistics.keep_statistics_finite(program)
+    gradients.separate_padded_sums(program)
     if options.device == "gpu":
         _warn_of_depthwise(options.kernels, fusion.paddle_depthwise(program))
     strategy = build_strategy(options, is_train)
-    operators = graph.block(program).ops
-    if any(_is_broadcast_addition(program, op) for op in operators):
+    if any(_is_broadcast_addition(program, op) for op in graph.block(program).ops):
         strategy.fuse_elewise_add_act_ops = False
-    if any(_is_partial_addition_gradient(program, op) for op in operators):
-        strategy.fuse_elewise_add_act_ops = strategy.fuse_bn_add_act_ops = False
     compiled = _traced(options, CompiledStep(program, strategy, source, place), is_train)
     if options.kernels == "native":
         untested = cuda_graph.untested_operators(program, options.cuda_graph, options.has_explicit_graph)
@@ -197,15 +196,6 @@ def _is_broadcast_addition(program, op):
         return False
     x, y = (graph.block(program).var(op.input(name)[0]) for name in "XY")
     return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
-
-
-def _is_partial_addition_gradient(program, op):
-    """Return whether an operator computes the gradient of only one summand of a residual addition, because the other is
-    the output of frozen layers. Paddle's fused operators need both gradients: on a GPU, a step of ResNet18 with
-    --freeze stem raised "(NotFound) batch_norm_5.tmp_2 not in VariableScope" (2.6.2)."""
-    if op.type != "elementwise_add_grad" or all(map(op.output, op.output_names)):
-        return False
-    return len(graph.block(program).var(op.input("X")[0]).shape) == 4
 
 
 @functools.cache  # warn only once, although both the training and the evaluation program contain these layers

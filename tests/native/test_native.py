@@ -1203,7 +1203,7 @@ def test_non_finite_values_propagate(device, where, dtype, value):
     for activation in ACTIVATIONS:
         y = run("native_bn_inference", x, *channels(), None, EPSILON, activation)[0]
         assert (~np.isfinite(wide(y))).sum() == (1 if activation != "relu6" or np.isnan(value) else 0)
-    assert (~np.isfinite(wide(run("native_max_pool", x, 2, 2, 0)[0]))).sum() == 1
+    assert (~np.isfinite(wide(run("native_max_pool", x, 2, 2, 0, 0)[0]))).sum() == 1
     fused = [("native_bn_act", [], [activation]) for activation in ACTIVATIONS]
     for name, addend, activation in (*fused, ("native_bn_add_relu", [x], [])):
         scale, bias, mean, variance = channels()
