@@ -176,7 +176,8 @@ class CapturedStep:
     def _compare(self):
         """Capture the step, compare its results with those of an uncaptured step, and reset the variables to their
         values before the step. If the results differ in any process, discard the captured step. All later steps then
-        run uncaptured; if the user has set --cuda-graph true, raise RunError instead."""
+        run uncaptured; if the user has set --cuda-graph true, raise RunError instead. A second uncaptured step shows
+        whether the results differ even without capturing."""
         before = self._values()
         self._run()
         expected = self._values()
@@ -189,11 +190,10 @@ class CapturedStep:
         if exchange.all_gather([bool(differing)]).any():
             self._discard()
             self._steps = -np.inf
-            names = ", ".join(differing[:3]) or "in another process"
-            problem = (
-                f"a captured and an uncaptured step have different results ({names}), because one of the operators "
-                f"{', '.join(self._untested)} cannot be captured"
-            )
+            self._run()
+            changing = _differing(self._values(), expected, before, tolerance)
+            self._set(before)
+            problem = _problem(differing, changing, exchange.all_gather([bool(changing)]).any(), self._untested)
             if self._is_explicit:
                 raise RunError(f"--cuda-graph true: {problem}; use --cuda-graph false")
             logger.warn(f"--cuda-graph false: {problem}")
@@ -241,6 +241,29 @@ class CapturedStep:
             for name, variable in zip(names, variables, strict=True)
             if variable is not None and variable.get_tensor()._is_initialized()
         }
+
+
+def _problem(differing, changing, is_changing, untested):
+    """Return why a step is not captured.
+
+    Args:
+        differing: arrays of this process that a captured and an uncaptured step compute differently.
+        changing: arrays of this process that two uncaptured steps compute differently.
+        is_changing: whether any process has such an array.
+        untested: untested operators of the program.
+    """
+    operators = ", ".join(untested)
+    if is_changing:
+        names = ", ".join(changing[:3]) or "in another process"
+        return (
+            f"two uncaptured steps have different results ({names}), so a captured step with the untested operators "
+            f"{operators} cannot be checked"
+        )
+    names = ", ".join(differing[:3]) or "in another process"
+    return (
+        f"a captured and an uncaptured step have different results ({names}), because one of the operators {operators} "
+        "cannot be captured"
+    )
 
 
 def _is_deterministic(place):

@@ -432,16 +432,18 @@ def test_graph_is_discarded_if_a_tensor_of_any_process_has_moved(step, monkeypat
 
 
 @pytest.mark.parametrize("is_explicit", [False, True])
-@pytest.mark.parametrize("case", ["equal", "rounding", "different", "deterministic", "different in another process"])
+@pytest.mark.parametrize(
+    "case", ["equal", "rounding", "different", "deterministic", "different in another process", "not repeatable"]
+)
 def test_comparison_keeps_the_values_before_the_step(step, monkeypatch, capsys, case, is_explicit):
     """Rounding errors are a difference only if the kernels are deterministic."""
-    after = {"rounding": 2.01, "different": 3, "deterministic": 2.01}.get(case, 2)
-    values = iter([1, 2, after])  # before, after the uncaptured and the captured step
+    after = {"rounding": 2.01, "different": 3, "deterministic": 2.01, "not repeatable": 3}.get(case, 2)
+    again = 3 if case == "not repeatable" else 2
+    values = iter([1, 2, after, again])  # before, after an uncaptured, a captured and another uncaptured step
     monkeypatch.setattr(cuda_graph, "_is_deterministic", lambda place: case == "deterministic")
     is_equal = case in ("equal", "rounding")
-    monkeypatch.setattr(
-        cuda_graph.exchange, "all_gather", lambda own: np.array([own, ["another" in case]], dtype=float)
-    )
+    others = iter(["another" in case, False])  # whether the other process has different results
+    monkeypatch.setattr(cuda_graph.exchange, "all_gather", lambda own: np.array([own, [next(others)]], dtype=float))
     step._values = lambda: {"w": np.float32([next(values)])}
     step._set = lambda values: step.calls.append(("set", values["w"].item()))
     step._is_explicit = is_explicit
@@ -449,11 +451,12 @@ def test_comparison_keeps_the_values_before_the_step(step, monkeypatch, capsys, 
     with pytest.raises(RunError, match="use --cuda-graph false") if is_error else contextlib.nullcontext() as error:
         step._compare()
     start = ["run", ("set", 1), "synchronize", "free", ("graph", "GPU"), "begin", "run", "end", "replay", ("set", 1)]
-    assert step.calls == [*start, *([] if is_equal else ["reset"])]
+    assert step.calls == [*start, *([] if is_equal else ["reset", "run", ("set", 1)])]
     if is_equal:
         assert (step._graph is not None, step._steps, step._untested) == (True, 2, ())
         return
     assert (step._graph, step._steps) == (None, -np.inf)
     text = str(error.value) if is_error else capsys.readouterr().err
-    assert f"different results ({'in another process' if 'another' in case else 'w'})" in text
+    steps = "two uncaptured steps" if case == "not repeatable" else "a captured and an uncaptured step"
+    assert f"{steps} have different results ({'in another process' if 'another' in case else 'w'})" in text
     assert is_error or step._untested == ()
