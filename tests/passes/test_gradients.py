@@ -7,12 +7,29 @@ import pytest
 from paddle import nn, static
 
 from conftest import NHWC
+from few_blocks import with_few_blocks
 from helpers import build
+from paddle_resnet import models
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.graph import block
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import fusion, gradients
+
+
+@pytest.fixture
+def operators():
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    native.load()
+
+
+@pytest.fixture
+def sums_in_place():
+    """Set the flag that job/fleet.py sets on a GPU."""
+    paddle.set_flags({"FLAGS_max_inplace_grad_add": 8})
+    yield
+    paddle.set_flags({"FLAGS_max_inplace_grad_add": 0})
 
 
 def conv(x, size=3, **flags):
@@ -58,10 +75,8 @@ def types(program):
     ],
     ids=["second summand", "first summand"],
 )
+@pytest.mark.usefixtures("operators")
 def test_additions_to_frozen_layers_are_fused_after_completion(network):
-    if native.missing() is not None:
-        pytest.skip(native.missing())
-    native.load()
     main, losses = training(network)
     expected = losses(main)
     incomplete = main.clone()
@@ -82,33 +97,41 @@ def test_complete_additions_are_not_changed():
 
 
 @pytest.mark.parametrize("kernels", ["native", "paddle"])
-def test_first_residual_unit_is_complete_after_a_frozen_stem(parse, register, kernels):
-    if kernels == "native" and native.missing() is not None:
-        pytest.skip(native.missing())
+def test_first_residual_unit_is_complete_after_a_frozen_stem(parse, register, request, kernels):
+    if kernels == "native":
+        request.getfixturevalue("operators")
     register("Tiny", partial(ResNet, BasicBlock, (1,), width=8))
     compiled, *_ = build(parse(*NHWC, "--freeze", "stem", "--kernels", kernels))
-    operators = block(compiled._program).ops
     if kernels == "native":
-        assert "native_bn_add_relu_backward" in [op.type for op in operators]
-    images = [op for op in operators if op.type == "elementwise_add_grad" and len(op.input("X")) == 1]
-    images = [op for op in images if len(compiled._program.global_block().var(op.input("X")[0]).shape) == 4]
-    assert len(images) == (kernels == "paddle")
-    assert all(map(images[0].output, ("X@GRAD", "Y@GRAD"))) if images else True
+        assert "native_bn_add_relu_backward" in types(compiled._program)
+        return
+    variable, operators = block(compiled._program).var, block(compiled._program).ops
+    additions = [op for op in operators if op.type == "elementwise_add_grad"]
+    [addition] = [op for op in additions if len(variable(op.input("X")[0]).shape) == 4]
+    assert addition.output("X@GRAD") and addition.output("Y@GRAD")
 
 
 @pytest.mark.parametrize(
     ("padding", "is_separate"), [("SAME", True), ([0, 1, 0, 1], True), ([1, 1, 1, 1], False), (1, False)]
 )
+@pytest.mark.usefixtures("sums_in_place")
 def test_sums_of_gradients_of_unevenly_padded_convolutions_are_not_in_place(padding, is_separate):
-    """job/fleet.py sets the same flag on a GPU."""
     size = 2 if is_separate else 3
-    paddle.set_flags({"FLAGS_max_inplace_grad_add": 8})
-    try:
-        main, losses = training(lambda x: (lambda y: conv(y, size, padding=padding) + F.relu(y))(conv(x)))
-    finally:
-        paddle.set_flags({"FLAGS_max_inplace_grad_add": 0})
+    main, losses = training(lambda x: (lambda y: conv(y, size, padding=padding) + F.relu(y))(conv(x)))
     assert types(main).count("grad_add") == 1
     expected = losses(main)
     gradients.separate_padded_sums(main)
     assert types(main).count("grad_add") == (not is_separate)
     assert losses(main) == expected
+
+
+@pytest.mark.usefixtures("sums_in_place")
+def test_compiled_stem_of_pphgnet_has_no_sum_in_place(parse, register):
+    """The gradients of max pooling and of an unevenly padded convolution are added."""
+    register("Tiny", with_few_blocks(models.MODELS["PPHGNetV2_B0"]))
+    compiled, _, _, _, main = build(parse(*NHWC, "--kernels", "paddle"))
+    producers = {name: op.type for op in block(main).ops for name in op.output_arg_names}
+    sums = [op for op in block(main).ops if op.type == "grad_add"]
+    [stem] = [op for op in sums if {producers[name] for name in op.input_arg_names} == {"pool2d_grad", "conv2d_grad"}]
+    [replaced] = [op for op in block(compiled._program).ops if stem.output("Out")[0] in op.output_arg_names]
+    assert replaced.type == "elementwise_add"
