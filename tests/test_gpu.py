@@ -809,8 +809,8 @@ def test_gradients_of_unevenly_padded_convolutions_match_cpu(run_train, determin
     register("Tiny", partial(UnevenlyPadded, BottleneckBlock, (1,), width=8))
     results = []
     for device in ("gpu", "gpu", "cpu"):
-        flags = ["--device", device, "--dali-device", "cpu", "--kernels", kernels, "--epochs", "2", "--lr", "0.01"]
-        code, report = run_train(*NHWC, *flags)
+        flags = ["--device", device, "--dali-device", "cpu", "--kernels", kernels, "--epochs", "2", "--overwrite"]
+        code, report = run_train(*NHWC, *flags, "--lr", "0.01")
         assert code == 0
         results.append(losses(report))
     first, second, on_cpu = results
