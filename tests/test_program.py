@@ -946,9 +946,28 @@ class Shifted(ResNet):
         return super().forward(paddle.nn.functional.relu(images + paddle.linspace(-1, 1, 32).unsqueeze(0)))
 
 
-@pytest.mark.parametrize("network", [partial(ResNet, se=True), Shifted], ids=["bias", "fewer dimensions"])
-def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, monkeypatch, network):
-    """If the bias has the shape [1, C, 1, 1], Paddle's fused operator computes only the first image of a batch."""
+class Complements(ResNet):
+    """A network that adds a complement 1 - x, which is an operator `scale` with a bias."""
+
+    def forward(self, images):
+        return super().forward(images * images + (1 - images.detach()))
+
+
+class ScaledSums(ResNet):
+    """A network in which an operator `scale` with a bias follows an addition."""
+
+    def forward(self, images):
+        return super().forward(1 - (images * images + images))
+
+
+@pytest.mark.parametrize(
+    "network",
+    [partial(ResNet, se=True), Shifted, Complements, ScaledSums],
+    ids=["bias", "fewer dimensions", "complement", "scaled sum"],
+)
+def test_fused_addition_does_not_change_results(parse, monkeypatch, network):
+    """If the bias has the shape [1, C, 1, 1], Paddle's fused operator computes only the first image of a batch. If it
+    replaces an operator `scale`, it ignores the bias of `scale`."""
     monkeypatch.setitem(models.MODELS, "Tiny", partial(network, BottleneckBlock, (1, 1), width=8))
     args, batches, strategy = parse(), random_batches(2), compilation.build_strategy
 

@@ -11,6 +11,7 @@ from paddle import static
 
 from paddle_resnet import graph
 from paddle_resnet.components import accumulation, optimizer, precision
+from paddle_resnet.graph.index import Graph
 from paddle_resnet.job import processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import table
@@ -149,7 +150,8 @@ def _compile(options, source, is_train, change=lambda program: None):
     if options.device == "gpu":
         _warn_of_depthwise(options.kernels, fusion.paddle_depthwise(program))
     strategy = build_strategy(options, is_train)
-    if any(_is_broadcast_addition(program, op) for op in graph.block(program).ops):
+    index = Graph(program)
+    if any(_is_fused_wrongly(index, op) for op in index.block.ops):
         strategy.fuse_elewise_add_act_ops = False
     compiled = _traced(options, CompiledStep(program, strategy, source, place), is_train)
     if options.kernels == "native":
@@ -188,14 +190,19 @@ def _use_onednn(program):
             graph.set_attr(op, "use_mkldnn", True)
 
 
-def _is_broadcast_addition(program, op):
-    """Return whether Paddle's fused addition and activation might compute wrong results for an operator. If one operand
-    is broadcast over the batch, such as a convolution bias [1, C, 1, 1], the fused operator processes only one image
-    and leaves the results of all other images uninitialized."""
+def _is_fused_wrongly(index, op):
+    """Return whether Paddle's fused addition and activation might compute wrong results for an operator.
+
+    If one operand is broadcast over the batch, such as a convolution bias [1, C, 1, 1], the fused operator processes
+    only one image and leaves the results of all other images uninitialized. If it replaces a `scale` operator before or
+    after the addition, it ignores the bias and the scale tensor of `scale` (2.6.2)."""
     if op.type != "elementwise_add":
         return False
-    x, y = (graph.block(program).var(op.input(name)[0]) for name in "XY")
-    return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
+    x, y = index.variables(op, "X", "Y").values()
+    is_broadcast = y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
+    neighbors = [index.producers.get(x.name), index.producers.get(y.name), *index.readers.get(op.output("Out")[0], [])]
+    scales = [other for other in neighbors if other is not None and other.type == "scale"]
+    return is_broadcast or any(scale.attr("bias") or scale.input("ScaleTensor") for scale in scales)
 
 
 @functools.cache  # warn only once, although both the training and the evaluation program contain these layers
