@@ -2,6 +2,7 @@
 # ruff: noqa: I001
 
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -362,6 +363,63 @@ def shard(environment):
         environment(**{name: value for name, value in values.items() if value is not None})
 
     return shard
+
+
+class Store:
+    """An in-memory replacement for Paddle's TCP store, for tests that run several ranks in one process."""
+
+    def __init__(self):
+        self.values, self.counts = {}, {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def add(self, key, amount):
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+@pytest.fixture
+def as_rank(monkeypatch, shard):
+    """Return a function that makes this process act as one rank of a job, which has not exchanged anything, and returns
+    the in-memory store of all ranks. The state of exchange.py is restored after the test."""
+    store = Store()
+    monkeypatch.setattr(exchange, "_store", lambda: store)
+    for name in ("_exchanges", "_polls", "_stop_at", "_last_gather"):
+        monkeypatch.setattr(exchange, name, getattr(exchange, name))
+
+    def as_rank(rank, world_size=3):
+        shard(rank, world_size)
+        exchange._exchanges = exchange._polls = 0
+        exchange._stop_at = exchange._last_gather = None
+        return store
+
+    return as_rank
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """Act like a file system that does not support locks, such as some network file systems."""
+
+    def lockf(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Return a function that sets the top1 of the next evaluations."""
+    run = program.run
+
+    def scored(*scores):
+        values = iter(scores)
+        monkeypatch.setattr(program, "run", lambda *args, **kwargs: run(*args, **kwargs) | {"top1": next(values)})
+
+    return scored
 
 
 @pytest.fixture

@@ -35,41 +35,6 @@ def test_all_ranks_wait_at_the_end_unless_one_fails(monkeypatch, error):
     assert calls == ([error] if isinstance(error, ValueError) else ["wait"])
 
 
-class Store:
-    """An in-memory replacement for Paddle's TCP store, for tests that run several ranks in one process."""
-
-    def __init__(self):
-        self.values, self.counts = {}, {}
-
-    def set(self, key, value):
-        self.values[key] = value.encode()
-
-    def get(self, key):
-        return self.values[key]
-
-    def add(self, key, amount):
-        self.counts[key] = self.counts.get(key, 0) + amount
-        return self.counts[key]
-
-
-@pytest.fixture
-def as_rank(monkeypatch, shard):
-    """Return a function that makes this process act as one rank of a job, which has not exchanged anything, and returns
-    the in-memory store of all ranks. The state of exchange.py is restored after the test."""
-    store = Store()
-    monkeypatch.setattr(exchange, "_store", lambda: store)
-    for name in ("_exchanges", "_polls", "_stop_at", "_last_gather"):
-        monkeypatch.setattr(exchange, name, getattr(exchange, name))
-
-    def as_rank(rank, world_size=3):
-        shard(rank, world_size)
-        exchange._exchanges = exchange._polls = 0
-        exchange._stop_at = exchange._last_gather = None
-        return store
-
-    return as_rank
-
-
 def test_store_keeps_only_last_gather(as_rank):
     gathered = []
     for number in range(1, 5):
