@@ -38,6 +38,8 @@ from paddle_resnet import models, program
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
+from paddle_resnet.passes import fusion
+from paddle_resnet.step import build
 from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.tools import verify, workers
@@ -802,6 +804,23 @@ def wait_until(condition, seconds):
                 return
         assert monotonic() < end
         sleep(0.1)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Act like a GPU with bfloat16 tensor cores, for which more operators are replaced."""
+    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
+
+
+@pytest.fixture
+def with_component(monkeypatch):
+    """Return a function with_component(name, component) that adds a component to a list of step/build.py, INPUTS or
+    UPDATE, for the rest of the test."""
+
+    def with_component(name, component):
+        monkeypatch.setattr(build, name, (*getattr(build, name), component))
+
+    return with_component
 
 
 @pytest.fixture

@@ -525,8 +525,8 @@ def start(listener):
 
 @pytest.mark.parametrize("sends_bye", [False, True])
 def test_monitor_exits_with_its_rank(capfd, tmp_path, work_in, sends_bye):
-    """The monitor ignores signals, and can open as many files as the system allows. The monitor also ignores modules in the working directory that have the same names
-    as its imports, such as socket.py."""
+    """The monitor ignores signals, and can open as many files as the system allows. The monitor also ignores modules in
+    the working directory that have the same names as its imports, such as socket.py."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     work_in(tmp_path)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
