@@ -42,7 +42,7 @@ def killed(monkeypatch):
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    """Let ranks and monitors exit within 0.1 s instead of GRACE_S."""
+    """Shorten the time in which ranks and monitors must exit, GRACE_S, to 0.1 s."""
     monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
 

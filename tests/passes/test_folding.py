@@ -65,7 +65,7 @@ def test_float32_program_is_not_folded(parse):
 
 @pytest.fixture
 def emulated_fusion(monkeypatch):
-    """Let passes insert other operators instead of the fused operator, which exists only on GPUs and in float16."""
+    """Replace the fused operator, which exists only on GPUs and in float16, with operators that a CPU supports."""
     monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
 
 
