@@ -63,7 +63,9 @@ def emulated_library(once, pytestconfig):
     if paddle.is_compiled_with_cuda():
         pytest.skip("the emulated driver would replace CUDA's driver")
     sources = [path.read_text() for path in (EMULATION / "driver.cc", EMULATION / "operators.cc", Path(__file__))]
-    key = native._key(native.KERNEL_FILES, native._operators_file().name, *native._compiler(), *sources)
+    key = native._key(
+        native._files(native.SOURCES, native.KERNEL_FILES), native._operators_file().name, *native._compiler(), *sources
+    )
     built = pytestconfig.cache.mkdir(f"emulation_{paddle.__version__}") / key
 
     def make(_):
