@@ -2,6 +2,7 @@
 # ruff: noqa: I001
 
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -37,6 +38,8 @@ from paddle_resnet import models, program
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
+from paddle_resnet.passes import fusion
+from paddle_resnet.step import build
 from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.tools import verify, workers
@@ -362,6 +365,69 @@ def shard(environment):
         environment(**{name: value for name, value in values.items() if value is not None})
 
     return shard
+
+
+class Store:
+    """An in-memory replacement for Paddle's TCP store, for tests that run several ranks in one process."""
+
+    def __init__(self):
+        self.values, self.counts = {}, {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def add(self, key, amount):
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+@pytest.fixture
+def as_rank(monkeypatch, shard):
+    """Return a function that makes this process act as one rank of a job, which has not exchanged anything, and returns
+    the in-memory store of all ranks. The state of exchange.py is restored after the test."""
+    store = Store()
+    monkeypatch.setattr(exchange, "_store", lambda: store)
+    for name in ("_exchanges", "_polls", "_stop_at", "_last_gather"):
+        monkeypatch.setattr(exchange, name, getattr(exchange, name))
+
+    def as_rank(rank, world_size=3):
+        shard(rank, world_size)
+        exchange._exchanges = exchange._polls = 0
+        exchange._stop_at = exchange._last_gather = None
+        return store
+
+    return as_rank
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """Act like a file system that does not support locks, such as some network file systems."""
+
+    def lockf(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+
+
+@pytest.fixture
+def without_pynvml(monkeypatch):
+    """Act like an environment in which nvidia-ml-py is not installed."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Return a function that sets the top1 of the next evaluations."""
+    run = program.run
+
+    def scored(*scores):
+        values = iter(scores)
+        monkeypatch.setattr(program, "run", lambda *args, **kwargs: run(*args, **kwargs) | {"top1": next(values)})
+
+    return scored
 
 
 @pytest.fixture
@@ -738,6 +804,23 @@ def wait_until(condition, seconds):
                 return
         assert monotonic() < end
         sleep(0.1)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Act like a GPU with bfloat16 tensor cores, for which more operators are replaced."""
+    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
+
+
+@pytest.fixture
+def with_component(monkeypatch):
+    """Return a function with_component(name, component) that adds a component to a list of step/build.py, INPUTS or
+    UPDATE, for the rest of the test."""
+
+    def with_component(name, component):
+        monkeypatch.setattr(build, name, (*getattr(build, name), component))
+
+    return with_component
 
 
 @pytest.fixture

@@ -84,10 +84,8 @@ def main(facts: str) -> None:
 
     async def run():
         coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
-        # Above 100 ranks, the period grows with the number of ranks, because every rank sends its position to the
-        # coordinator once per period.
-        period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         ends = socket.socket(fileno=process), Position(position)
+        period_s = _period_s(world_size, timeout_s)
         await Monitor(rank, timeout_s, period_s, master, pid, launcher, *ends, coordinator).run()
         if coordinator:
             await coordinator.finish()
@@ -95,6 +93,12 @@ def main(facts: str) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the coordinator needs a descriptor for each rank
     asyncio.run(run())
+
+
+def _period_s(world_size, timeout_s):
+    """Return the seconds between two reports of a rank's position. Above 100 ranks, the period grows with the number of
+    ranks, because every rank reports to the coordinator once per period."""
+    return min(max(1.0, world_size / 100), timeout_s / 10)
 
 
 class Monitor:

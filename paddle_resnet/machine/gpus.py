@@ -127,6 +127,11 @@ def build_capabilities() -> list[str]:
         architectures = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
     else:
         architectures = _architectures(Path(paddle.__file__).parent / "libs/libphi.so")
+    return _capabilities(architectures)
+
+
+def _capabilities(architectures):
+    """Return the sorted names of architectures, {(architecture, kind)}, such as ["8.0", "9.0+"]. "+" means PTX."""
     newest = max((arch for arch, kind in architectures if kind == _PTX), default=None)
     names = {arch: f"{arch // 10}.{arch % 10}{'+' if arch == newest else ''}" for arch, _ in architectures}
     return [names[arch] for arch in sorted(names)]

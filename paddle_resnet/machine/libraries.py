@@ -59,7 +59,7 @@ def prepare() -> None:
 
 def _load_phi():
     global _folder
-    links = {} if _are_set_up() else _links()
+    links = {} if _are_set_up() else _links(_folders("paddle"), _folders("nvidia"))
     if links:
         _folder = _make_folder(links)
         with contextlib.suppress(OSError):  # the import of Paddle then reports the problem
@@ -76,21 +76,25 @@ def _are_set_up():
     )
 
 
-def _links():
-    """Return {name: target} of the links to create, or {} if Paddle or the packages with CUDA libraries are not
-    installed, or if this build of Paddle needs no links."""
-    spec = importlib.util.find_spec("paddle")
-    packages = importlib.util.find_spec("nvidia")
-    if spec is None or packages is None:
+def _folders(package):
+    """Return the folders of a package without importing it, or [] if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    return list(spec.submodule_search_locations) if spec else []
+
+
+def _links(of_paddle, of_nvidia):
+    """Return {name: target} of the links to create, or {} if this build of Paddle needs no links, or if Paddle or the
+    packages with CUDA libraries are not installed. The parameters are the folders of the packages."""
+    if not of_paddle:
         return {}
-    paddle = Path(spec.submodule_search_locations[0])
+    paddle = Path(of_paddle[0])
     with contextlib.suppress(OSError):
         text = (paddle / "version/__init__.py").read_text()
         values = dict(re.findall(r"^(\w+) *= *'(.*)'", text, re.M))
         if not _is_served(values["full_version"], values["cuda_version"]):
             return {}
     links = {}
-    for root in packages.submodule_search_locations:
+    for root in of_nvidia:
         for package, version in PACKAGES.items():
             for library in Path(root, package, "lib").glob(f"lib*.so.{version}"):
                 links[library.name] = links[library.name.removesuffix(f".{version}")] = library

@@ -96,8 +96,11 @@ def load(capability: tuple[int, int] | None = None) -> None:
             register()
             return
         with ThreadPoolExecutor(1) as executor:  # run both compilers in parallel
-            compile_to = functools.partial(_compile_kernels, capability)
-            kernels = executor.submit(_build, _kernels_file(capability), compile_to)
+            kernels = executor.submit(
+                _build,
+                _kernels_file(capability),
+                lambda target: _compile_kernels(_nvrtc(), _kernel_source(), capability, target),
+            )
             library = register()
             image = kernels.result().read_bytes()
         library.paddle_resnet_set_image(image, ctypes.c_size_t(len(image)))
@@ -124,7 +127,7 @@ def register() -> ctypes.CDLL:
         raise Unavailable(f"Paddle cannot load {path} ({reason[1]})") from e
 
 
-def _operators_file():
+def _operators_file(sources=SOURCES):
     versions = [
         platform.machine(),
         cpu.arithmetic()["instructions"],
@@ -132,19 +135,20 @@ def _operators_file():
         paddle.version.commit,
         *COMPILER_FLAGS,
     ]
-    return cache_folder() / f"operators-{_key(OPERATOR_FILES, *versions)}.so"
+    return cache_folder() / f"operators-{_key(_files(sources, OPERATOR_FILES), *versions)}.so"
 
 
-def _kernels_file(capability):
-    return cache_folder() / f"kernels-sm_{capability[0]}{capability[1]}-{_key(KERNEL_FILES)}.cubin"
+def _kernels_file(capability, sources=SOURCES):
+    key = _key(_files(sources, KERNEL_FILES))
+    return cache_folder() / f"kernels-sm_{capability[0]}{capability[1]}-{key}.cubin"
 
 
-def _sources(patterns):
-    return [path for pattern in patterns for path in sorted(SOURCES.glob(pattern))]
+def _files(folder, patterns):
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
-def _key(patterns, *others):
-    contents = [path.read_bytes() for path in _sources(patterns)] + [other.encode() for other in others]
+def _key(paths, *others):
+    contents = [path.read_bytes() for path in paths] + [other.encode() for other in others]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
 
 
@@ -198,23 +202,27 @@ def _nvrtc():
     """Load NVRTC from the Python environment, a CUDA installation or the library path. Return None if NVRTC is not
     installed."""
     packages = [*site.getsitepackages(), site.getusersitepackages()]
-    folders = [f"{folder}/nvidia/cuda_nvrtc/lib" for folder in packages]
-    folders += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64"]
-    installed = [path for folder in folders for path in sorted(glob.glob(f"{folder}/libnvrtc.so*"))]
-    for name in (*installed, *NVRTC_NAMES):
+    for name in _nvrtc_names(packages, os.environ.get("CUDA_HOME", "/usr/local/cuda")):
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
     return None
 
 
+def _nvrtc_names(packages, cuda_home):
+    """Return the names under which NVRTC may be found, in the order in which to try them: the files in the folders of
+    Python packages, the files of the CUDA installation, and the names on the library path."""
+    folders = [*(f"{folder}/nvidia/cuda_nvrtc/lib" for folder in packages), f"{cuda_home}/lib64"]
+    installed = [path for folder in folders for path in sorted(glob.glob(f"{folder}/libnvrtc.so*"))]
+    return [*installed, *NVRTC_NAMES]
+
+
 def _kernel_source():
     """Return the source code of all kernels as one string, without the #include and #pragma once lines."""
-    text = "\n".join(path.read_text() for path in _sources(KERNEL_FILES))
+    text = "\n".join(path.read_text() for path in _files(SOURCES, KERNEL_FILES))
     return re.sub(r'^#include ".*"$|^#pragma once$', "", text, flags=re.MULTILINE)
 
 
-def _compile_kernels(capability, target):
-    nvrtc = _nvrtc()
+def _compile_kernels(nvrtc, source, capability, target):
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
     major, minor = ctypes.c_int(), ctypes.c_int()
     program = ctypes.c_void_p()
@@ -234,7 +242,7 @@ def _compile_kernels(capability, target):
         call(f"Get{what}", program, memory)
         return memory
 
-    call("CreateProgram", ctypes.byref(program), _kernel_source().encode(), b"kernels.cu", 0, None, None)
+    call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
     try:
         call("Version", ctypes.byref(major), ctypes.byref(minor))
         if (major.value, minor.value) >= (12, 4):  # --split-compile is untested with older versions

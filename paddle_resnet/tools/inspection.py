@@ -56,11 +56,16 @@ def preview(root: str | Path, output: str | Path, images: int, arguments: list[s
     """
     drawing.check_name(output)
     rows = augmented(root, images, VERSIONS, arguments)
-    pictures = [picture for original, versions, _ in rows for picture in (original, *versions)]
-    names = [title for _, versions, name in rows for title in (name, *[""] * len(versions))]
-    groups = max(1, round(math.sqrt(len(rows)) / 2))  # number of images per row
-    drawing.save(drawing.pictures(pictures, names, groups * (1 + VERSIONS)), output)
+    drawing.save(drawing.pictures(*_grid(rows)), output)
     return len(rows)
+
+
+def _grid(rows):
+    """Arrange the result of augmented() for drawing.pictures: return (pictures, titles, number of columns)."""
+    pictures = [picture for original, versions, _ in rows for picture in (original, *versions)]
+    titles = [title for _, versions, name in rows for title in (name, *[""] * len(versions))]
+    groups = max(1, round(math.sqrt(len(rows)) / 2))  # number of images per row
+    return pictures, titles, groups * (1 + VERSIONS)
 
 
 def augmented(

@@ -172,11 +172,15 @@ def failures(tasks: list[Task], workers: int | None = None) -> Iterator[str | No
 
 
 def _in_processes(function, tasks, workers):
-    workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks) // 16))
-    with ProcessPoolExecutor(workers, _CONTEXT, _start_worker, (os.getpid(),)) as pool:
+    count = _process_count(len(tasks), workers or len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(count, _CONTEXT, _start_worker, (os.getpid(),)) as pool:
         with signals.deferred():
             results = pool.map(function, tasks, chunksize=16)
         yield from results
+
+
+def _process_count(tasks, most):
+    return max(1, min(most, tasks // 16))
 
 
 def _images_of_folders(root, mode):

@@ -6,21 +6,8 @@ import json
 import pytest
 
 from conftest import assert_one_error, phase, read_report
-from paddle_resnet import program
 
 pytestmark = pytest.mark.usefixtures("one_block")
-
-
-@pytest.fixture
-def scored(monkeypatch):
-    """Return a function that sets the top1 of the next evaluations."""
-    run = program.run
-
-    def scored(*scores):
-        values = iter(scores)
-        monkeypatch.setattr(program, "run", lambda *args, **kwargs: run(*args, **kwargs) | {"top1": next(values)})
-
-    return scored
 
 
 def epochs_of(path):

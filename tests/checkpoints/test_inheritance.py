@@ -10,6 +10,7 @@ import pytest
 from conftest import TINY, assert_one_error, phase
 from paddle_resnet import config, dali, export, resolution
 from paddle_resnet.checkpoints import contents, folders, restore
+from paddle_resnet.job import exchange
 from paddle_resnet.tools import convert
 from paddle_resnet.utils.mode import Mode
 
@@ -287,11 +288,13 @@ def test_number_of_classes_comes_from_data(parse, converted, tmp_path, data_form
     assert len(dali.build_dataloader(args, Mode.EVAL).classes) == args.num_of_class
 
 
-def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, monkeypatch):
+def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, as_rank):
     """Fleet's startup program broadcasts the parameters, so all ranks must have parameters of the same shape."""
     args = parse("--image-root", photos)
     args.num_of_class = None
-    monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda function: function() + 4)
+    as_rank(0)
+    exchange.from_rank_0(lambda: 7)
+    as_rank(1)
     args.apply(resolution.Classes, Mode.TRAIN)
     assert args.num_of_class == 7
 

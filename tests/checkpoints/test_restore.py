@@ -190,12 +190,14 @@ def test_different_classes_trigger_warning(capsys, before, now, is_fine_tuning, 
     assert capsys.readouterr().err == (warning if difference else "")
 
 
-def test_only_rank_0_checks_the_run_folder(tmp_path, monkeypatch):
+def test_only_rank_0_checks_the_run_folder(tmp_path, as_rank):
     """While another rank starts, rank 0 may already create and delete the folder (outputs.claim)."""
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is not a writable folder"):
         saver_module.check_folder(tmp_path / "file/Tiny", None, {}, False, False)
-    monkeypatch.setattr(saver_module.exchange, "from_rank_0", lambda function: None)
+    as_rank(0)
+    exchange.from_rank_0(lambda: None)  # rank 0 reports no problem
+    as_rank(1)
     saver_module.check_folder(tmp_path / "file/Tiny", None, {}, False, False)
 
 

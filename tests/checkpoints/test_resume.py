@@ -9,7 +9,6 @@ import shutil
 
 import numpy as np
 import pytest
-from paddle import static
 from paddle.incubate.asp.asp import ASPHelper
 from paddle.incubate.asp.utils import MaskAlgo
 
@@ -17,8 +16,6 @@ from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet import config, train
 from paddle_resnet.checkpoints import contents, folders, restore, saver
 from paddle_resnet.components import sparsity
-from paddle_resnet.job import processes
-from paddle_resnet.step import loop
 from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -102,6 +99,12 @@ def test_resumed_losses_equal_uninterrupted_losses(uninterrupted, losses_with_st
     assert losses_with_stops(STOPS) == expected
 
 
+@pytest.fixture
+def few_synthetic_images(monkeypatch):
+    """Use synthetic splits of 26 images, because the default splits are as large as ImageNet's."""
+    monkeypatch.setattr("paddle_resnet.data.loader.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+
+
 # test_dali.py tests the loader state of every format.
 MORE_FORMATS = [
     pytest.param(name, marks=pytest.mark.soak) for name in ("tfrecord", "filelist", "lmdb", "webdataset", "synthetic")
@@ -109,8 +112,8 @@ MORE_FORMATS = [
 
 
 @pytest.mark.parametrize("data_format", ["recordio", *MORE_FORMATS])
-def test_every_format_resumes_inside_epoch(losses_with_a_resume, converted, monkeypatch, data_format):
-    monkeypatch.setattr("paddle_resnet.data.loader.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+@pytest.mark.usefixtures("few_synthetic_images")
+def test_every_format_resumes_inside_epoch(losses_with_a_resume, converted, data_format):
     place = {"image_root": converted[data_format]} if data_format != "synthetic" else {}
     expected, actual = losses_with_a_resume("1_1", *FLAGS, "--epochs", "2", "--data-format", data_format, **place)
     assert len(expected) == 2 * (STEPS + 2)
@@ -329,14 +332,10 @@ def test_run_continues_from_checkpoint_of_nvidia_example(run_train, finished, tm
     assert {path: path.read_bytes() for path in (own / "1").iterdir()} == files
 
 
-def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path, monkeypatch, capsys):
+def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, scored, tmp_path, capsys):
     """The checkpoints of epochs 2 and 3 are damaged, so the run repeats these epochs, and the earlier accuracy of epoch
     2 no longer counts. If two epochs are equally good, the first is the best."""
-    from paddle_resnet import program
-
-    scores = iter([0.5, 0.5, 0.9, 0.8, 0.7])
-    run = program.run
-    monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+    scored(0.5, 0.5, 0.9, 0.8, 0.7)
     flags = ["--keep-checkpoints", "9", "--save-interval", "2"]
     root = tmp_path / "output/Tiny"
     _, report = run_train("--epochs", "4", *flags)
@@ -407,14 +406,10 @@ def test_resume_rejects_different_number_of_classes(run_train, one_epoch, capsys
     "link",
     [pytest.param("missing", marks=pytest.mark.soak), "wrong target", pytest.param("folder", marks=pytest.mark.soak)],
 )
-def test_best_is_kept_if_links_are_invalid(run_train, tmp_path, monkeypatch, capsys, link):
+def test_best_is_kept_if_links_are_invalid(run_train, scored, tmp_path, capsys, link):
     """The links are invalid if the run was killed after it wrote a checkpoint but before it updated the links, or if a
     copy of the folder contains the targets instead of the links."""
-    from paddle_resnet import program
-
-    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
-    run = program.run
-    monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+    scored(0.1, 0.9, 0.2, 0.3, 0.4)
     flags = ["--keep-checkpoints", "2", "--resume"]
     assert run_train("--epochs", "2", *flags)[0] == 0
     root = tmp_path / "output/Tiny"
@@ -434,7 +429,7 @@ def test_best_is_kept_if_links_are_invalid(run_train, tmp_path, monkeypatch, cap
     else:
         assert sorted(path.name for path in root.iterdir()) == [".lock", "1", "3", "4", "best", "latest"]
         assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
-        scores = iter([0.9])
+        scored(0.9)
         assert run_train("--run-scope", "eval_only", "--from-checkpoint", root / "best")[0] == 0
 
 
@@ -442,12 +437,9 @@ def entries(root):
     return {path.name: path.resolve().name for path in root.iterdir() if path.name != ".lock"}
 
 
-def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkeypatch, capsys):
+def test_earlier_run_is_replaced_only_with_overwrite(run_train, scored, tmp_path, capsys):
     """The best result of the earlier run is also replaced, although the best result of the new run is lower."""
-    from paddle_resnet import program
-
-    scores, run = iter([0.9, 0.2, 0.3, 0.1]), program.run
-    monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+    scored(0.9, 0.2, 0.3, 0.1)
     assert run_train("--epochs", "3")[0] == 0
     root = tmp_path / "output/Tiny"
     before, files = entries(root), {path: path.read_bytes() for path in root.glob("*/meta.json")}
@@ -506,7 +498,7 @@ def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys
     assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
 
 
-def test_check_folder_ignores_unfinished_checkpoints(tmp_path, monkeypatch):
+def test_check_folder_ignores_unfinished_checkpoints(tmp_path):
     """A new run replaces unfinished checkpoints of a killed run, but not files of another program."""
     root, flags = tmp_path / "Tiny", ({}, False, False)
     (root / "3").mkdir(parents=True)
@@ -528,31 +520,9 @@ def test_check_folder_ignores_unfinished_checkpoints(tmp_path, monkeypatch):
     (root / "4/meta.json").touch()
     with pytest.raises(UsageError, match="an earlier run"):
         saver.check_folder(root, restore.StartCheckpoint(str(root / "4"), 5), *flags)
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    saver.check_folder(root / "new", None, *flags)
-    with pytest.raises(UsageError, match="is not a writable folder"):
-        saver.check_folder(tmp_path / "new", None, *flags)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is not a writable folder"):
         saver.check_folder(tmp_path / "file/Tiny", None, *flags)
-
-
-def test_non_finite_state_is_never_saved(run_train, one_epoch, tmp_path, monkeypatch, capsys):
-    run = loop.run_and_save
-
-    def run_and_set_nan(*args, **kwargs):
-        result = run(*args, **kwargs)
-        tensor = static.global_scope().find_var("conv2d_2.w_0").get_tensor()
-        weight = np.array(tensor)
-        weight.flat[0] = np.nan
-        tensor.set(weight, processes.place(args[0].device))
-        return result
-
-    monkeypatch.setattr(loop, "run_and_save", run_and_set_nan)
-    code, _ = run_train("--epochs", "2", "--resume")
-    assert code == 1
-    assert_one_error(capsys.readouterr().err, ["output/Tiny/1: checkpoint not written", "conv2d_2.w_0", "non-finite"])
-    assert [p.name for p in (tmp_path / "output/Tiny").iterdir() if p.name.isdigit()] == ["0"]
 
 
 def test_consecutive_non_finite_losses_stop_run(run_train, tmp_path, capsys):
@@ -667,10 +637,10 @@ def test_run_with_stages_resumes_in_each_stage(uninterrupted, losses_with_stops)
     [pytest.param([], marks=pytest.mark.soak), [*NHWC, "--kernels", "native"]],
     ids=["paddle", "native"],
 )
-def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
+@pytest.mark.usefixtures("few_synthetic_images")
+def test_stages_share_all_variables(run_train, uninterrupted, kernels):
     """Synthetic images are the same in every step, so stages with the same image size train like a run without
     stages."""
-    monkeypatch.setattr("paddle_resnet.data.loader.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     flags += ["--lookahead", "2,0.5"]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

@@ -1,4 +1,3 @@
-import errno
 import os
 import platform
 import subprocess
@@ -49,10 +48,7 @@ def test_lock_file_that_was_deleted_is_locked_again(tmp_path, capsys):
         assert f"{tmp_path}/.lock: was deleted or replaced during the run, so" in capsys.readouterr().err
 
 
-def test_file_system_without_locks_triggers_warning(tmp_path, monkeypatch, capsys):
-    def fail(file, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(locks.fcntl, "lockf", fail)
+@pytest.mark.usefixtures("without_locks")
+def test_file_system_without_locks_triggers_warning(tmp_path, capsys):
     run_lock.hold(tmp_path).close()
     assert f"{tmp_path}/.lock: the file system does not support locks (No locks available)" in capsys.readouterr().err

@@ -399,8 +399,11 @@ def test_host_scalars_averages_and_accumulated_gradients_are_not_saved():
     assert [variables._shape(shape) for shape in ((), [2, 3])] == [(1,), (2, 3)]
 
 
-def test_averages_and_slow_weights_start_from_the_weights(monkeypatch, capsys):
-    monkeypatch.setattr(variables, "snapshot", lambda program: ({"w": np.float32([1, 2]), "v": np.float32([3])}, {}))
+def test_averages_and_slow_weights_start_from_the_weights(capsys):
+    main = static.Program()
+    with static.program_guard(main):
+        paddle.static.create_parameter([2], "float32", "w")
+    static.global_scope().var("w").get_tensor().set(np.float32([1, 2]), PLACE)
     tensor, folder = static.global_scope().var("copy").get_tensor(), SimpleNamespace(folder="DIR")
     for file, checkpoint, starts in (
         (".pdema", None, True),
@@ -410,7 +413,7 @@ def test_averages_and_slow_weights_start_from_the_weights(monkeypatch, capsys):
     ):
         tensor.set(np.zeros(2, np.float32), PLACE)
         state = facts.State({"w": "copy"}, file, starts, "--ema", "EMA weights")
-        variables.start_states([state], checkpoint, None, PLACE)
+        variables.start_states([state], checkpoint, main, PLACE)
         assert variables.read("copy").tolist() == ([1, 2] if starts else [0, 0])
     assert capsys.readouterr().out == "--ema: EMA weights initialized with the weights of DIR\n"
 

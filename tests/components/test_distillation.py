@@ -24,7 +24,7 @@ from paddle_resnet.job import agreement
 from paddle_resnet.models import divergence, loss_head
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.step import build, cuda_graph
+from paddle_resnet.step import cuda_graph
 
 pytestmark = pytest.mark.usefixtures("one_block", "small_student")
 PLACE = paddle.CPUPlace()
@@ -82,13 +82,13 @@ def soft_loss_of_classes(x, z):
 
 @pytest.mark.parametrize("is_multi_label", [False, True])
 @pytest.mark.parametrize("kernels", ["paddle", pytest.param("native", marks=needs_native)])
-def test_loss_and_gradient_equal_formula(parse, monkeypatch, checkpoint, request, kernels, is_multi_label):
+def test_loss_and_gradient_equal_formula(parse, with_component, checkpoint, request, kernels, is_multi_label):
     """The update of the bias of the last layer is the gradient of the loss with respect to the logits, summed over the
     images. The teacher does not change, and its logits are those of its own evaluation program."""
     steps = []
     spy = SimpleNamespace(add_loss=lambda step: steps.append((step.logits, step.targets["teacher"], step.loss)))
     checkpoint = request.getfixturevalue("several")[1] if is_multi_label else checkpoint
-    monkeypatch.setattr(build, "INPUTS", (*build.INPUTS, spy))
+    with_component("INPUTS", spy)
     flags = ["--lr", "1", "--momentum", "0", "--weight-decay", "0", "--label-smoothing", "0", *NHWC, *STUDENT]
     flags += ["--teacher", checkpoint, "--distill-weight", "0.7", "--distill-temperature", "3"]
     args = parse(*flags, *(MULTI_LABEL if is_multi_label else []))

@@ -172,13 +172,13 @@ def test_invalid_decay_is_rejected(parse, decay):
         parse("--ema", decay)
 
 
-def test_program_has_at_most_one_kind_of_averages(parse, monkeypatch):
+def test_program_has_at_most_one_kind_of_averages(parse, with_component):
     """Evaluations could use only one of them."""
     second = SimpleNamespace(
         add=lambda step: averages.add(step, "second", lambda: 1.0),
         state=lambda step: averages.state(step, "second", "--second", "second averages"),
     )
-    monkeypatch.setattr(build, "UPDATE", (*build.UPDATE, second))
+    with_component("UPDATE", second)
     with pytest.raises(UsageError, match=r"^--second: evaluations cannot use two averages .*; remove --ema$"):
         build_compiled(parse("--ema", "0.5"))
     build_compiled(parse())

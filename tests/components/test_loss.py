@@ -11,11 +11,10 @@ from conftest import NHWC
 from helpers import build as build_compiled
 from helpers import random_batches, variable
 from paddle_resnet.native import build as native
-from paddle_resnet.step import build
 
 
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
-def test_component_replaces_loss_of_training_but_not_of_evaluation(parse, monkeypatch, kernels):
+def test_component_replaces_loss_of_training_but_not_of_evaluation(parse, with_component, kernels):
     """The component sees the logits and the labels. With its loss, only the logits of the labels change the network."""
     if kernels == "native" and native.missing() is not None:
         pytest.skip(native.missing())
@@ -24,7 +23,7 @@ def test_component_replaces_loss_of_training_but_not_of_evaluation(parse, monkey
         labels = F.one_hot(paddle.reshape(step.targets["label"], [-1]), step.num_classes)
         step.loss = paddle.mean(step.logits * labels)
 
-    monkeypatch.setattr(build, "INPUTS", (*build.INPUTS, SimpleNamespace(add_loss=add_loss)))
+    with_component("INPUTS", SimpleNamespace(add_loss=add_loss))
     args = parse("--lr", "1", "--momentum", "0", "--weight-decay", "0", *NHWC)
     args.set("Python", kernels=kernels)
     if kernels == "native":

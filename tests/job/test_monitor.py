@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import functools
 import gc
-import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -25,13 +25,25 @@ NO_ROOM = {"failed": "no room", "code": 2}
 LOGS = "; see the logs of the ranks, or use a larger value"
 
 
+class Signals(list):
+    def __init__(self):
+        self.parent = os.getppid()
+
+
 @pytest.fixture(autouse=True)
 def killed(monkeypatch):
     """Record the signals that the monitors under test would send. Each simulated rank has the PID of the test process's
-    parent."""
-    killed = []
-    monkeypatch.setattr(monitor, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
+    parent. Tests change the attribute `parent`, the PID of the monitors' parent."""
+    killed = Signals()
+    system = {"kill": lambda *args: killed.append(args), "getppid": lambda: killed.parent}
+    monkeypatch.setattr(monitor, "os", SimpleNamespace(**vars(os) | system))
     return killed
+
+
+@pytest.fixture
+def short_grace(monkeypatch):
+    """Shorten the time in which ranks and monitors must exit, GRACE_S, to 0.1 s."""
+    monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
 
 class Job:
@@ -335,17 +347,17 @@ def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("is_pid_reused", [False, True])
-def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_reused):
+@pytest.mark.usefixtures("short_grace")
+def test_rank_that_does_not_exit_is_killed(capsys, killed, is_pid_reused):
     """A rank cannot exit while C code holds the GIL, so the monitor kills the rank. If another process has reused
     the PID, the monitor does not kill that process."""
-    monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
     async def scenario(job):
         ranks = await job.start_all()
         send(ranks[2], NO_ROOM)
         assert await exit_code(ranks[1], has_ended=False) == 2
         if is_pid_reused:
-            monkeypatch.setattr(monitor.os, "getppid", lambda: 1)
+            killed.parent = 1
         await asyncio.gather(*(rank.monitor for rank in ranks))
 
     run(scenario)
@@ -353,9 +365,8 @@ def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_r
     assert "train.py: error: rank 2 failed first: no room\n" in capsys.readouterr().err
 
 
-def test_rank_that_leaves_normally_may_take_any_time_to_exit(monkeypatch, killed):
-    monkeypatch.setattr(monitor, "GRACE_S", 0.1)
-
+@pytest.mark.usefixtures("short_grace")
+def test_rank_that_leaves_normally_may_take_any_time_to_exit(killed):
     async def scenario(job):
         ranks = await job.start_all()
         for rank in (1, 2, 0):
@@ -370,28 +381,8 @@ def test_rank_that_leaves_normally_may_take_any_time_to_exit(monkeypatch, killed
 @pytest.mark.parametrize(
     ("world_size", "timeout_s", "period_s"), [(2, 600, 1), (400, 600, 4), (2, 5, 0.5), (400, 5, 0.5)]
 )
-def test_period_of_positions_depends_on_number_of_ranks_and_timeout(monkeypatch, world_size, timeout_s, period_s):
-    """The process can open as many files as the system allows."""
-    made, limits = [], []
-
-    class Monitor:
-        def __init__(self, *arguments):
-            made.append(arguments)
-
-        async def run(self):
-            pass
-
-    monkeypatch.setattr(monitor, "Monitor", Monitor)
-    monkeypatch.setattr(monitor.resource, "getrlimit", lambda resource: (5, 77))
-    monkeypatch.setattr(monitor.resource, "setrlimit", lambda *limit: limits.append(limit))
-    near, far = socket.socketpair()
-    facts = [1, world_size, timeout_s, "master:1", 5, 6, far.detach(), os.dup(Position().descriptor)]
-    with near:
-        monitor.main(json.dumps(facts))
-    [(*arguments, end, _, coordinator)] = made
-    end.close()
-    assert arguments == [1, timeout_s, period_s, "master:1", 5, 6] and coordinator is None
-    assert limits == [(monitor.resource.RLIMIT_NOFILE, (77, 77))]
+def test_period_of_positions_depends_on_number_of_ranks_and_timeout(world_size, timeout_s, period_s):
+    assert monitor._period_s(world_size, timeout_s) == period_s
 
 
 @pytest.mark.parametrize(("parents", "last"), [([10, 10], 1), ([], 1), ([10], None)])
@@ -415,17 +406,34 @@ def test_parent_process_id():
     assert monitor._is_stopped(2**22 + 1) is False
 
 
-@pytest.mark.parametrize(("state", "is_stopped"), [("T", True), ("t", True), ("S", False), ("R", False)])
-def test_signals_and_debuggers_stop_processes(monkeypatch, state, is_stopped):
-    monkeypatch.setattr(monitor, "_stat", lambda pid: [state, "1"])
-    assert monitor._is_stopped(5) == is_stopped
+TRACED = """
+import ctypes, os, signal
+ctypes.CDLL(None).ptrace(0, 0, 0, 0)  # PTRACE_TRACEME: the parent is the debugger of this process
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_signals_and_debuggers_stop_processes():
+    """The processes sleep, are stopped by a signal and by a debugger, and run."""
+    commands = (["sleep", "60"], ["sleep", "60"], [sys.executable, "-S", "-c", TRACED])
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen(command)) for command in commands]
+        for process in processes:
+            stack.callback(process.kill)
+        processes[1].send_signal(signal.SIGSTOP)
+        pids = [*(process.pid for process in processes), os.getpid()]
+        deadline = time.monotonic() + 30
+        while (states := [monitor._stat(pid)[0] for pid in pids]) != ["S", "T", "t", "R"]:
+            assert time.monotonic() < deadline, states
+            time.sleep(0.01)
+        assert [monitor._is_stopped(pid) for pid in pids] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("kind", ["full disk", "broken pipe", "blocked pipe", "closed"])
-def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
+@pytest.mark.usefixtures("short_grace")
+def test_ranks_exit_if_log_is_not_writable(kind):
     read, write = os.pipe()
     if kind == "blocked pipe":
-        monkeypatch.setattr(monitor, "GRACE_S", 0.1)
         os.set_blocking(write, False)
         with contextlib.suppress(BlockingIOError):
             while os.write(write, bytes(1 << 16)):
@@ -438,15 +446,14 @@ def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
     stream = open("/dev/full" if kind == "full disk" else write, "w")  # noqa: SIM115
     if kind == "closed":
         stream.close()
-    monkeypatch.setattr(monitor.sys, "stderr", stream)
 
     async def scenario(job):
         ranks = await job.start_all()
         send(ranks[2], NO_ROOM)
         assert await asyncio.gather(*map(exit_code, ranks)) == [2, 2, 0]
 
-    run(scenario)
-    monkeypatch.undo()
+    with contextlib.redirect_stderr(stream):
+        run(scenario)
     if kind == "blocked pipe":
         assert timer.is_alive()
         blocked = [thread for thread in threading.enumerate() if "(write)" in thread.name]
@@ -518,18 +525,24 @@ def start(listener):
 
 @pytest.mark.parametrize("sends_bye", [False, True])
 def test_monitor_exits_with_its_rank(capfd, tmp_path, work_in, sends_bye):
-    """The monitor ignores signals. The monitor also ignores modules in the working directory that have the same names
-    as its imports, such as socket.py."""
+    """The monitor ignores signals, and can open as many files as the system allows. The monitor also ignores modules in
+    the working directory that have the same names as its imports, such as socket.py."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     work_in(tmp_path)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process, rank = start(listener)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+        try:
+            process, rank = start(listener)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
         with rank:
             assert os.getsid(process.pid) == process.pid  # the monitor survives if the rank's session is killed
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(process.pid, number)
+            wait_until(lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard), 60)
             assert process.poll() is None
             if sends_bye:
                 rank.sendall(channel.encode({"bye": True}))

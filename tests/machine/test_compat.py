@@ -303,9 +303,17 @@ def test_search_finds_functions_and_layers():
     assert rejecting_calls("from paddle import sqrt, mean") == ["sqrt"]
 
 
+@pytest.fixture
+def restored_any():
+    """Undo accept_legacy_any after the test."""
+    original = paddle.any
+    yield
+    paddle.any = original
+
+
 @pytest.mark.parametrize("values", [[0, 0, 0], [0, 1, 0]])
-def test_any_accepts_legacy_variables(monkeypatch, values):
-    monkeypatch.setattr(paddle, "any", paddle.any)  # pytest restores paddle.any after the test
+@pytest.mark.usefixtures("restored_any")
+def test_any_accepts_legacy_variables(values):
     compat.accept_legacy_any()
     compat.accept_legacy_any()
     main, exe = static.Program(), static.Executor(paddle.CPUPlace())
@@ -316,8 +324,8 @@ def test_any_accepts_legacy_variables(monkeypatch, values):
     assert next(op.type for op in main.global_block().ops) == "reduce_any"
 
 
-def test_any_of_eager_tensors_is_unchanged(monkeypatch):
-    monkeypatch.setattr(paddle, "any", paddle.any)
+@pytest.mark.usefixtures("restored_any")
+def test_any_of_eager_tensors_is_unchanged():
     compat.accept_legacy_any()
     paddle.disable_static()
     try:

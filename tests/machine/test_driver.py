@@ -44,11 +44,11 @@ def test_driver_reports_first_gpu(nvml):
 
 
 @pytest.mark.parametrize("fault", ["no package", "nvmlInit", "nvmlDeviceGetHandleByIndex", "hidden", "-1"])
-def test_machine_without_usable_gpu_has_none(nvml, monkeypatch, fault):
+def test_machine_without_usable_gpu_has_none(nvml, environment, request, fault):
     if fault == "no package":
-        monkeypatch.setitem(sys.modules, "pynvml", None)
+        request.getfixturevalue("without_pynvml")
     elif fault in ("hidden", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fault.replace("hidden", ""))
+        environment(CUDA_VISIBLE_DEVICES=fault.replace("hidden", ""))
     else:
         setattr(nvml, fault, fail)
     assert driver.gpu() is None
@@ -67,8 +67,14 @@ def test_remedy_for_unsupported_paddle_keeps_the_gpu(nvml, capability, paddle_ar
         compat.check_version("3.2.0")
 
 
-def test_cpu_build_on_machine_with_gpu_is_a_warning(nvml, monkeypatch, capsys):
+@pytest.fixture
+def cpu_build(nvml, monkeypatch):
+    """Simulate a CPU build of Paddle on a machine with two GPUs, and return the simulated driver."""
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
+    return nvml
+
+
+def test_cpu_build_on_machine_with_gpu_is_a_warning(cpu_build, capsys):
     assert gpus.resolve("cpu", 0, False) == "cpu"
     assert capsys.readouterr().err == ""
     assert gpus.resolve("auto", 0, False) == "cpu"
@@ -79,14 +85,13 @@ def test_cpu_build_on_machine_with_gpu_is_a_warning(nvml, monkeypatch, capsys):
     assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == ""  # one warning per process
     gpus.warn_of_cpu_build.cache_clear()
-    nvml.nvmlInit = fail
+    cpu_build.nvmlInit = fail
     assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == ""
 
 
-def test_gpu_without_any_build_is_a_warning(nvml, monkeypatch, capsys):
-    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (5, 2)
-    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
+def test_gpu_without_any_build_is_a_warning(cpu_build, capsys):
+    cpu_build.nvmlDeviceGetCudaComputeCapability = lambda handle: (5, 2)
     assert driver.gpu() is None
     assert gpus.resolve("auto", 0, False) == gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == (

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import paddle
 import pytest
@@ -159,23 +158,19 @@ def test_libraries_may_be_set_up_in_different_folders(monkeypatch, tmp_path, fil
 
 
 @pytest.mark.parametrize("missing", ["paddle", "nvidia"])
-def test_missing_packages_get_no_links(monkeypatch, tmp_path, missing):
+def test_missing_packages_get_no_links(tmp_path, missing):
     (tmp_path / "cudnn/lib").mkdir(parents=True)
     (tmp_path / "cudnn/lib/libcudnn.so.8").touch()
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    found = {"paddle": spec, "nvidia": spec}
-    monkeypatch.setattr(libraries.importlib.util, "find_spec", found.get)
-    assert set(libraries._links()) == {"libcudnn.so", "libcudnn.so.8"}
-    found[missing] = None
-    assert libraries._links() == {}
+    folders = {"paddle": [str(tmp_path)], "nvidia": [str(tmp_path)]}
+    assert set(libraries._links(*folders.values())) == {"libcudnn.so", "libcudnn.so.8"}
+    folders[missing] = libraries._folders("no_such_package")
+    assert libraries._links(*folders.values()) == {}
 
 
-def test_packages_without_libraries_get_no_links(monkeypatch, tmp_path):
+def test_packages_without_libraries_get_no_links(tmp_path):
     (tmp_path / "libs").mkdir()
     (tmp_path / "libs/libphi.so").touch()
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: spec)
-    assert libraries._links() == {}
+    assert libraries._links([str(tmp_path)], [str(tmp_path)]) == {}
 
 
 @pytest.fixture

@@ -63,6 +63,12 @@ def test_float32_program_is_not_folded(parse):
     assert [op.type for op in program.global_block().ops] == before
 
 
+@pytest.fixture
+def emulated_fusion(monkeypatch):
+    """Replace the fused operator, which exists only on GPUs and in float16, with operators that a CPU supports."""
+    monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
+
+
 def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
     """Like fusion.Graph.replace, but insert operators that a CPU supports in place of the fused operator."""
     block, _ = graph.block, attrs.pop("activation")
@@ -85,11 +91,10 @@ def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
     graph.replaced += ops
 
 
-def test_convolutions_are_fused(parse, monkeypatch):
-    """The fused operator exists only on GPUs and in float16, so other operators replace it here."""
+@pytest.mark.usefixtures("emulated_fusion")
+def test_convolutions_are_fused(parse):
     args = parse("--model-arch-name", "Tiny", "--data-layout", "NHWC", "--image-shape", "4,32,32")
     _, exe, fetchs, _, program = build(args, is_train=False)
-    monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
     feed = dict(zip(("data", "label"), random_batches(1, (32, 32, 4))[0], strict=True))
     [expected] = exe.run(program, feed, [fetchs["loss"][0]])
     activations = sum(op.type == "relu" for op in program.global_block().ops)
@@ -109,7 +114,7 @@ def test_convolutions_are_fused(parse, monkeypatch):
     assert not np.allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=1e-3)
 
 
-def test_layers_of_teacher_are_fused(parse, checkpoint, monkeypatch):
+def test_layers_of_teacher_are_fused(parse, checkpoint, request):
     """With the prefix of the teacher, no other layer of the training program changes."""
     args = frozen(parse("--teacher", checkpoint, "--data-layout", "NHWC", "--image-shape", "4,32,32"))
     main, startup = static.Program(), static.Program()
@@ -123,7 +128,7 @@ def test_layers_of_teacher_are_fused(parse, checkpoint, monkeypatch):
     feed = dict(zip(("data", "label"), random_batches(1, (32, 32, 4))[0], strict=True))
     [expected] = exe.run(main, feed, [logits])
     types = [op.type for op in main.global_block().ops]
-    monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
+    request.getfixturevalue("emulated_fusion")  # after the checkpoint has been written
     count, _ = folding.fuse_convolutions(main, exe, distillation.PREFIX)
     after = [op.type for op in main.global_block().ops]
     assert count > 0 and after.count("batch_norm") == types.count("batch_norm") - count
@@ -199,13 +204,13 @@ def random_values(main, exe, shape=(6, 6, 8)):
 
 @pytest.mark.parametrize("fold", [partial(folding.fold_batch_norms, channel_axis=-1), folding.fuse_convolutions])
 @pytest.mark.parametrize("case", UNUSUAL)
-def test_unusual_networks_have_same_results(monkeypatch, case, fold):
+def test_unusual_networks_have_same_results(request, case, fold):
     build_network, *remaining = UNUSUAL[case]
     with small_program(build_network) as (main, exe, out):
         feed = random_values(main, exe)
         [expected] = exe.run(main, feed, [out])
         if fold is folding.fuse_convolutions:
-            monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
+            request.getfixturevalue("emulated_fusion")
         fold(main, exe)
         types = [op.type for op in main.global_block().ops]
         assert types.count("batch_norm") == remaining[fold is folding.fuse_convolutions]
@@ -240,12 +245,10 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("override", [None, "1", "0"])
-def test_pointwise_convolutions_with_bn_are_fused_if_tf32_is_enabled(monkeypatch, override):
+@pytest.mark.usefixtures("tensor_cores")
+def test_pointwise_convolutions_with_bn_are_fused_if_tf32_is_enabled(environment, override):
     native.load()
-    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
-    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    if override is not None:
-        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+    environment(NVIDIA_TF32_OVERRIDE=override)
 
     def build_network(x):
         x = bn()(conv()(bn()(conv(3, padding=1)(x))))
@@ -331,20 +334,18 @@ STEMS = {
 
 
 @pytest.mark.parametrize("case", STEMS)
-def test_stem_is_fused_if_supported(monkeypatch, case):
+def test_stem_is_fused_if_supported(request, environment, case):
     native.load()
-    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
     (build_network, fused), shape = STEMS[case], (9, 6, 3)
     with small_program(build_network, shape) as (main, exe, out):
         feed = random_values(main, exe, shape)
         [expected] = exe.run(main, feed, [out])
         before = [op.type for op in main.global_block().ops]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-            assert folding.fuse_stem(main) == 0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: False)
-            assert folding.fuse_stem(main) == 0
+        assert folding.fuse_stem(main) == 0  # a CPU has no tensor cores
+        request.getfixturevalue("tensor_cores")
+        environment(NVIDIA_TF32_OVERRIDE=0)
+        assert folding.fuse_stem(main) == 0
+        environment(NVIDIA_TF32_OVERRIDE=None)
         folding.fuse_stem(main)
         after = [op.type for op in main.global_block().ops]
         assert after[: len(fused)] == fused if fused else after == before

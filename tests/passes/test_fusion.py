@@ -134,11 +134,10 @@ def test_fused_training_of_mobile_network_has_same_results(parse, register, asse
 
 
 @pytest.fixture
-def pointwise_kernels(monkeypatch):
+def pointwise_kernels(monkeypatch, tensor_cores):
     """Apply the custom operators for 1x1 convolutions to float32, the only type that they support on the CPU."""
     monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
     monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
-    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
 
 
 def test_fused_training_with_pointwise_convolutions_has_same_results(parse, assert_same_training, pointwise_kernels):

@@ -383,7 +383,8 @@ def test_flags_of_a_capture_are_reset_even_after_an_error(monkeypatch):
 
 @pytest.fixture
 def step(monkeypatch):
-    """Return a CapturedStep whose methods record their calls in step.calls, and whose variables are step.values."""
+    """Return a CapturedStep of a job of two processes, whose methods record their calls in step.calls. step.others are
+    the values that the other process sends, and step.is_deterministic is whether the kernels are deterministic."""
     calls = []
 
     class Graph:
@@ -403,6 +404,9 @@ def step(monkeypatch):
     step = cuda_graph.CapturedStep.__new__(cuda_graph.CapturedStep)
     step._place, step._graph, step._steps, step._untested, step._is_explicit = "GPU", None, 2, ["relu"], False
     step.calls, step.addresses = calls, {"w": 1}
+    step.others, step.is_deterministic = iter(()), False
+    monkeypatch.setattr(cuda_graph, "_is_deterministic", lambda place: step.is_deterministic)
+    monkeypatch.setattr(cuda_graph.exchange, "all_gather", lambda own: np.array([own, [next(step.others)]], float))
     step._run = lambda: calls.append("run")
     step._addresses = lambda: step.addresses
     return step
@@ -421,8 +425,8 @@ def test_each_capture_reserves_its_own_workspaces(step, fails):
 
 
 @pytest.mark.parametrize(("moves", "other_moves"), [(False, False), (True, False), (False, True)])
-def test_graph_is_discarded_if_a_tensor_of_any_process_has_moved(step, monkeypatch, moves, other_moves):
-    monkeypatch.setattr(cuda_graph.exchange, "all_gather", lambda values: np.array([values, [other_moves]], float))
+def test_graph_is_discarded_if_a_tensor_of_any_process_has_moved(step, moves, other_moves):
+    step.others = iter([other_moves])
     step._capture()
     graph = step._graph
     step.addresses = {"w": 2 if moves else 1}
@@ -435,15 +439,14 @@ def test_graph_is_discarded_if_a_tensor_of_any_process_has_moved(step, monkeypat
 @pytest.mark.parametrize(
     "case", ["equal", "rounding", "different", "deterministic", "different in another process", "not repeatable"]
 )
-def test_comparison_keeps_the_values_before_the_step(step, monkeypatch, capsys, case, is_explicit):
+def test_comparison_keeps_the_values_before_the_step(step, capsys, case, is_explicit):
     """Rounding errors are a difference only if the kernels are deterministic."""
     after = {"rounding": 2.01, "different": 3, "deterministic": 2.01, "not repeatable": 3}.get(case, 2)
     again = 3 if case == "not repeatable" else 2
     values = iter([1, 2, after, again])  # before, after an uncaptured, a captured and another uncaptured step
-    monkeypatch.setattr(cuda_graph, "_is_deterministic", lambda place: case == "deterministic")
+    step.is_deterministic = case == "deterministic"
     is_equal = case in ("equal", "rounding")
-    others = iter(["another" in case, False])  # whether the other process has different results
-    monkeypatch.setattr(cuda_graph.exchange, "all_gather", lambda own: np.array([own, [next(others)]], dtype=float))
+    step.others = iter(["another" in case, False])  # whether the other process has different results
     step._values = lambda: {"w": np.float32([next(values)])}
     step._set = lambda values: step.calls.append(("set", values["w"].item()))
     step._is_explicit = is_explicit

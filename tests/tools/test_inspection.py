@@ -60,19 +60,11 @@ def test_preview_applies_augmentation_flags_and_writes_png(photos, tmp_path, cap
 
 
 @pytest.mark.parametrize(("images", "columns"), [(1, 4), (8, 4), (10, 8), (12, 8), (36, 12)])
-def test_preview_arranges_versions_next_to_their_image(monkeypatch, images, columns):
-    def augmented(root, images, versions, arguments):
-        assert (root, versions, arguments) == ("data", 3, ["--lr", "1"])
-        return [(f"{i}", [f"{i} {j}" for j in range(versions)], f"c{i}") for i in range(images)]
-
-    drawn = []
-    monkeypatch.setattr(inspection, "augmented", augmented)
-    monkeypatch.setattr(inspection.drawing, "pictures", lambda *arguments: arguments)
-    monkeypatch.setattr(inspection.drawing, "save", lambda *arguments: drawn.append(arguments))
-    assert inspection.preview("data", "x.png", images, ["--lr", "1"]) == images
+def test_preview_arranges_versions_next_to_their_image(images, columns):
+    rows = [(f"{i}", [f"{i} {version}" for version in range(3)], f"c{i}") for i in range(images)]
     pictures = [name for i in range(images) for name in (f"{i}", f"{i} 0", f"{i} 1", f"{i} 2")]
     titles = [title for i in range(images) for title in (f"c{i}", "", "", "")]
-    assert drawn == [((pictures, titles, columns), "x.png")]
+    assert inspection._grid(rows) == (pictures, titles, columns)
 
 
 def test_preview_skips_undecodable_images(colors, tmp_path, capsys, monkeypatch):

@@ -1,10 +1,10 @@
-import errno
 import io
 import os
 import re
+import resource
 import shutil
 import signal
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import data_files
@@ -386,16 +386,9 @@ def test_printed_report(capsys):
     assert capsys.readouterr().out == "5 images, 0 cannot be used: training can read all images\n"
 
 
-@pytest.mark.parametrize(
-    ("images", "workers", "expected"), [(0, None, 1), (31, None, 1), (32, None, 2), (320, None, 4), (320, 9, 9)]
-)
-def test_each_process_checks_at_least_16_images(monkeypatch, images, workers, expected):
-    counts = []
-    monkeypatch.setattr(verify, "check", lambda task: task)
-    monkeypatch.setattr(verify.os, "sched_getaffinity", lambda pid: {0: range(4)}[pid])
-    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda count, *_: counts.append(count) or ThreadPoolExecutor(1))
-    assert list(verify.check_all(range(images), workers)) == list(range(images))
-    assert counts == [expected]
+@pytest.mark.parametrize(("images", "most", "expected"), [(0, 4, 1), (31, 4, 1), (32, 4, 2), (320, 4, 4), (320, 9, 9)])
+def test_each_process_checks_at_least_16_images(images, most, expected):
+    assert verify._process_count(images, most) == expected
 
 
 def test_system_folders_are_not_classes(photos, tmp_path, capsys):
@@ -426,20 +419,21 @@ def test_images_may_be_outside_the_folder_only_if_allowed(photos, tmp_path):
     assert report.ignored == []  # training reads only the listed files
 
 
-def test_lack_of_file_descriptors_does_not_mean_that_an_image_is_damaged(monkeypatch):
-    def read(image):
-        raise OSError(number, "reason")
-
-    monkeypatch.setattr(verify, "read_image", read)
-    task = ListedImage("x.jpg", "x.jpg", 0), None
-    number = errno.EIO
-    assert verify.check(task) == ("cannot be read (reason)", [], None, None)
-    number = errno.EMFILE
-    with pytest.raises(OSError, match="reason"):
-        verify.check(task)
-    monkeypatch.setattr(verify, "read_image", lambda image: (JPEG, 1.5))
-    assert verify.check(task)[0] == "has label 1.5, which is not a whole number from 0"
-    assert verify.check((task[0], 3))[0] == "has label 1.5, which is not a whole number from 0 to 2"
+def test_lack_of_file_descriptors_does_not_mean_that_an_image_is_damaged(tmp_path):
+    image = ListedImage("x.jpg", str(tmp_path / "x.jpg"), 1.5)
+    assert verify.check((image, None)) == ("cannot be read (No such file or directory)", [], None, None)
+    (tmp_path / "x.jpg").write_bytes(JPEG)
+    assert verify.check((image, None))[0] == "has label 1.5, which is not a whole number from 0"
+    assert verify.check((image, 3))[0] == "has label 1.5, which is not a whole number from 0 to 2"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        next_descriptor = file.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            verify.check((image, None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_folder_without_splits_is_rejected(tmp_path, capsys):

@@ -15,16 +15,25 @@ CORES_OF_GPU = {0: {0, 1, 2, 3}, 1: {3, 4, 64, 128}, 2: {5}}
 UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
 
+class Bindings(list):
+    error = None
+
+    def bind(self, pid, cores):
+        if self.error:
+            raise self.error
+        self.append((pid, cores))
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """Simulate a container in which os.cpu_count() returns 8, but processes may use cores 0, 1, 3, 4, 70 and 128.
-    Return a list to which each binding is added."""
-    bound = []
+    Return a list to which each binding is added. Its attribute `error` is the error of the next bindings."""
+    bound = Bindings()
     monkeypatch.setattr(logger, "_quiet", False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", {0: {0, 1, 3, 4, 70, 128}}.__getitem__)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
+    monkeypatch.setattr(os, "sched_setaffinity", bound.bind)
     return bound
 
 
@@ -105,8 +114,8 @@ def test_unknown_gpu_logs_a_warning(machine, environment, capsys, visible, local
     assert f"the affinity is unchanged, because the cores near GPU {local_gpu} cannot be" in capsys.readouterr().err
 
 
-def test_missing_pynvml_logs_a_warning(machine, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+@pytest.mark.usefixtures("without_pynvml")
+def test_missing_pynvml_logs_a_warning(machine, capsys):
     affinity.bind_to_gpu(0)
     assert machine == []
     assert (
@@ -129,8 +138,8 @@ def test_missing_core_list_logs_a_warning(machine, nvml, capsys):
     assert "GPU 0 cannot be determined or used (Not Supported)" in capsys.readouterr().err
 
 
-def test_permission_error_logs_a_warning(monkeypatch, capsys):
-    monkeypatch.setattr(os, "sched_setaffinity", fail(PermissionError(1, "Operation not permitted")))
+def test_permission_error_logs_a_warning(machine, capsys):
+    machine.error = PermissionError(1, "Operation not permitted")
     affinity.bind_to_gpu(0)
     assert "Operation not permitted" in capsys.readouterr().err
 

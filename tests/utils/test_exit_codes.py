@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import functools
+import io
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -31,13 +33,14 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_control_c_exits_with_code_130_in_every_command(monkeypatch, capsys, name):
-    def interrupt(*args, **options):
-        raise KeyboardInterrupt
+def test_control_c_exits_with_code_130_in_every_command(capsys, name):
+    class Terminal(io.StringIO):
+        def write(self, text):
+            raise KeyboardInterrupt
 
-    main, arguments, target = TOOLS[name]
-    monkeypatch.setattr(*target, interrupt)
-    assert main(arguments) == 130
+    main, _, _ = TOOLS[name]
+    with contextlib.redirect_stdout(Terminal()):
+        assert main(["--help"]) == 130
     assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: interrupted\n")
 
 
@@ -264,19 +267,26 @@ def test_deleted_working_directory_exits_with_code_1(tmp_path, work_in, capsys):
         assert capsys.readouterr().err.endswith(f"{expected}change to a different folder\n")
 
 
-def test_missing_temporary_folder_exits_with_code_1(monkeypatch, capsys):
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
-    assert exit_codes.of("x", tempfile.TemporaryDirectory) == 1
-    error = "x: error: No usable temporary directory found in ['/proc/none']; set TMPDIR to a writable folder\n"
-    assert capsys.readouterr().err == error
+def test_missing_temporary_folder_exits_with_code_1(capsys):
+    """Python writes a file to each folder to find one for temporary files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        code = exit_codes.of("x", tempfile._get_default_tempdir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1
+    error = r"x: error: No usable temporary directory found in \['.*'\]; set TMPDIR to a writable folder\n"
+    assert re.fullmatch(error, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("received", "cause"), [("SIGTERM", "SIGTERM"), (None, "a signal to another process")])
-def test_stopped_run_exits_with_code_75(monkeypatch, capsys, received, cause):
+def test_stopped_run_exits_with_code_75(capsys, received, cause):
     def stop():
-        raise signals.Preempted(" before step 3; run the command again")
+        with signals.watched():
+            if received:
+                signal.raise_signal(getattr(signal, received))
+            raise signals.Preempted(" before step 3; run the command again")
 
-    monkeypatch.setattr(signals, "received", lambda: received)
     assert exit_codes.of("train.py", stop) == 75
     assert capsys.readouterr() == (f"stopped by {cause} before step 3; run the command again\n", "")

@@ -1,20 +1,13 @@
 """Locks of files. tests/utils/test_logger.py and the tests of commands lock files in several processes."""
 
-import errno
 import os
 import platform
 
 import pytest
 
+from helpers import locked
 from paddle_resnet.utils import locks
 from paddle_resnet.utils.errors import UsageError
-
-
-def failing(number):
-    def lockf(file, operation):
-        raise OSError(number, os.strerror(number))
-
-    return lockf
 
 
 def test_lock_file_contains_owner_and_is_removed(tmp_path):
@@ -41,25 +34,24 @@ def test_lock_file_of_other_process_is_not_removed(tmp_path):
     assert file.closed and path.read_text() == "of the other process"
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EAGAIN])
 @pytest.mark.parametrize(("text", "owner"), [("process 1 on x\n", "process 1 on x"), ("", "unknown")])
-def test_owner_of_lock_is_reported(tmp_path, monkeypatch, number, text, owner):
+def test_owner_of_lock_is_reported(tmp_path, text, owner):
     path = tmp_path / "lock"
-    path.write_text(text)
-    monkeypatch.setattr(locks.fcntl, "lockf", failing(number))
-    with pytest.raises(BlockingIOError) as error:
-        locks.acquire(path, None)
-    assert error.value.strerror == owner
-    remedy = "wait until that process ends, or choose a different path"
-    message = rf"^--csv x: in use by another process \({owner}\); {remedy}$"
-    with pytest.raises(UsageError, match=message), locks.held(path, "--csv x", None):
-        pass
-    assert path.read_text() == text
+    with locked(path):
+        path.write_text(text)
+        with pytest.raises(BlockingIOError) as error:
+            locks.acquire(path, None)
+        assert error.value.strerror == owner
+        remedy = "wait until that process ends, or choose a different path"
+        message = rf"^--csv x: in use by another process \({owner}\); {remedy}$"
+        with pytest.raises(UsageError, match=message), locks.held(path, "--csv x", None):
+            pass
+        assert path.read_text() == text
 
 
-def test_unsupported_locks_trigger_a_warning(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_locks")
+def test_unsupported_locks_trigger_a_warning(tmp_path):
     messages, path = [], tmp_path / "lock"
-    monkeypatch.setattr(locks.fcntl, "lockf", failing(errno.ENOLCK))
     with locks.held(path, "--csv x", messages.append):
         assert path.exists()
     remedy = "do not start a second run that writes to the same files"
