@@ -371,6 +371,31 @@ def work_in(monkeypatch):
 
 
 @pytest.fixture
+def uninstalled(monkeypatch):
+    """Return a function after whose call Python cannot import some modules for the rest of the test, as if they were
+    not installed."""
+
+    def uninstalled(*modules):
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module, None)
+
+    return uninstalled
+
+
+@pytest.fixture
+def import_from(monkeypatch):
+    """Return a function after whose call Python imports modules from a folder for the rest of the test, and imports the
+    named modules again."""
+
+    def import_from(folder, *modules):
+        monkeypatch.syspath_prepend(folder)
+        for module in modules:
+            monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return import_from
+
+
+@pytest.fixture
 def register(monkeypatch):
     """Return a function register(name, create) that registers a network for the rest of the test."""
     return partial(monkeypatch.setitem, models.MODELS)

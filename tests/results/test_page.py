@@ -27,6 +27,7 @@ from tensorboardX import SummaryWriter
 pytest.importorskip("jinja2")
 
 from conftest import ROOT, losses, read_report
+from helpers import without_permission
 from paddle_resnet import dataset, predict
 from paddle_resnet import report as report_command
 from paddle_resnet.data.images import Image as ListedImage
@@ -947,7 +948,7 @@ def test_field_that_violates_schema_is_reported(trained, tmp_path, line, name, v
     assert str(e.value).startswith(f"{tmp_path}/report.json: not a report written by train.py ({message}")
 
 
-def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
+def test_unusable_table_is_reported(trained, tmp_path):
     shutil.copy(trained / "report.json", tmp_path)
     table = tmp_path / "report.classes.csv"
     table.write_text("label,images,correct,top1\n0,1,1,1.0\n")
@@ -959,12 +960,8 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
     table.write_text("label,class,images,correct,top1\n0,a,1,1,1.0\n1,b,-1,0,\n")
     with pytest.raises(UsageError, match="line 3, images is '-1'"):
         run.rows("classes.csv")
-
-    def fail(*args):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(reading.files, "open_regular", fail)
-    with pytest.raises(UsageError, match=f"^{table}: cannot be read .Permission denied.; make it readable, or delete"):
+    message = f"^{table}: cannot be read .Permission denied.; make it readable, or delete"
+    with without_permission(table), pytest.raises(UsageError, match=message):
         run.rows("classes.csv")
 
 

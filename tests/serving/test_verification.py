@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import shutil
-import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -467,12 +466,11 @@ def test_qat_evaluation_with_missing_kernels_is_not_compared(capsys):
     assert "not compared, because custom kernels, which --qat requires, are missing" in capsys.readouterr().out
 
 
-def test_broken_openvino_is_an_error(checkpoint, photos, tmp_path, monkeypatch):
+def test_broken_openvino_is_an_error(checkpoint, photos, tmp_path, import_from):
     pytest.importorskip("onnxruntime")
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages/openvino.py").write_text("raise OSError('libopenvino.so: not found')\n")
-    monkeypatch.delitem(sys.modules, "openvino", raising=False)
-    monkeypatch.syspath_prepend(tmp_path / "packages")
+    import_from(tmp_path / "packages", "openvino")
     with pytest.raises(UsageError, match=r"OpenVINO \(libopenvino.so: not found\); install a"):
         export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos)
     assert not (tmp_path / "exported").exists()
