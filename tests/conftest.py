@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -362,6 +363,31 @@ def shard(environment):
         environment(**{name: value for name, value in values.items() if value is not None})
 
     return shard
+
+
+@pytest.fixture
+def on_two_ranks(monkeypatch):
+    """Return a function that runs a function in two threads, which act as ranks and exchange numbers. Each rank has its
+    own arguments."""
+    barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
+
+    def all_gather(values):
+        sent[local.rank] = values
+        barrier.wait()
+        rows = np.array(sent, dtype=np.float64)
+        barrier.wait()
+        return rows
+
+    def on_two_ranks(function, *arguments):
+        def call(rank):
+            local.rank = rank
+            return function(*arguments[rank])
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+            patch.setattr(exchange, "all_gather", all_gather)
+            return list(pool.map(call, range(2)))
+
+    return on_two_ranks
 
 
 @pytest.fixture
@@ -763,6 +789,17 @@ def wait_until(condition, seconds):
                 return
         assert monotonic() < end
         sleep(0.1)
+
+
+@pytest.fixture
+def in_children(environment, tmp_path):
+    """Return a function that sets a program to execute at the start of every Python child process."""
+
+    def in_children(code):
+        (tmp_path / "sitecustomize.py").write_text(code)
+        environment(PYTHONPATH=tmp_path)
+
+    return in_children
 
 
 @pytest.fixture

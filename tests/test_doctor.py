@@ -196,17 +196,6 @@ def test_incorrectly_decoded_image_is_an_error(monkeypatch):
         doctor._decode_image("cpu")
 
 
-@pytest.fixture
-def in_children(environment, tmp_path):
-    """Return a function that sets a program to execute at the start of every Python child process."""
-
-    def in_children(code):
-        (tmp_path / "sitecustomize.py").write_text(code)
-        environment(PYTHONPATH=tmp_path)
-
-    return in_children
-
-
 def test_crashing_library_is_reported(examine, in_children):
     in_children("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     rows = examine()

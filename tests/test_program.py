@@ -1,6 +1,4 @@
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -667,31 +665,6 @@ def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done
             loop.run_and_save(parse(*flags).part(loop.Options), Batches(random_batches(5)), Trace(), *options)
     assert checks == [("the program", f"before step {step} of epoch 3") for step in expected]
     assert phases.count("comparison of parameters") == len(checks)
-
-
-@pytest.fixture
-def on_two_ranks(monkeypatch):
-    """Return a function that runs a function in two threads, which act as ranks and exchange numbers. Each rank has its
-    own arguments."""
-    barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
-
-    def all_gather(values):
-        sent[local.rank] = values
-        barrier.wait()
-        rows = np.array(sent, dtype=np.float64)
-        barrier.wait()
-        return rows
-
-    def on_two_ranks(function, *arguments):
-        def call(rank):
-            local.rank = rank
-            return function(*arguments[rank])
-
-        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-            patch.setattr(exchange, "all_gather", all_gather)
-            return list(pool.map(call, range(2)))
-
-    return on_two_ranks
 
 
 def test_metrics_are_combined_over_ranks(on_two_ranks):

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import sqlite3
 import struct
@@ -807,17 +808,17 @@ def test_docs_list_every_metric_of_a_report(trained):
     assert all(f"`{key}`" in text for key in entries[0])
 
 
-def test_failed_write_keeps_old_page(trained, tmp_path, monkeypatch):
-    def fail(self, *arguments, **options):
-        self.write_bytes(b"<html>")
-        raise OSError(28, "No space left on device")
-
+def test_failed_write_keeps_old_page(trained, tmp_path):
     folder = tmp_path / "pages"
     folder.mkdir()
     (folder / "page.html").write_text("old")
-    monkeypatch.setattr(page.Path, "write_text", fail)
-    with pytest.raises(RunError, match=r"page.html: cannot be written \(No space left on device\)"):
-        page.write(folder / "page.html", trained / "report.json")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # like a full disk
+    try:
+        with pytest.raises(RunError, match=r"page.html: cannot be written \(File too large\)"):
+            page.write(folder / "page.html", trained / "report.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in folder.iterdir()] == ["page.html"]
     assert (folder / "page.html").read_text() == "old"
 

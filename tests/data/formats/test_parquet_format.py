@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import struct
 
 import data_files
 import numpy as np
@@ -150,7 +151,8 @@ def test_unreadable_file_is_not_reported_as_damaged(images, tmp_path):
     with without_permission(path), pytest.raises(UsageError, match=message):
         DataRoot(tmp_path).open(Mode.EVAL, 3, 0)
     data = path.read_bytes()
-    path.write_bytes(data[:4] + b"\xff" * 1000 + data[1004:])  # the footer is intact
+    footer = 8 + struct.unpack("<I", data[-8:-4])[0]
+    path.write_bytes(data[:4] + b"\xff" * (len(data) - 4 - footer) + data[-footer:])
     with pytest.raises(UsageError, match=f"{path}: damaged .+; download it again$"):
         DataRoot(tmp_path).open(Mode.EVAL, 3, 0)
 
