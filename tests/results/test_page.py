@@ -32,7 +32,7 @@ from helpers import without_permission
 from paddle_resnet import dataset, predict
 from paddle_resnet import report as report_command
 from paddle_resnet.data.images import Image as ListedImage
-from paddle_resnet.results import comparison, curves, page, reading
+from paddle_resnet.results import comparison, curves, lr_curve, page, reading
 from paddle_resnet.utils.errors import RunError, UsageError
 
 
@@ -521,19 +521,21 @@ def test_charts_of_a_training_run():
     assert all(re.search(r">0(\.0+)?<", svg) for svg in (ips, rate))
 
 
-def test_chart_of_lr_curve_omits_high_losses(monkeypatch):
-    losses, smoothed = [2.0, None, 1.0, 9.0], [2.0, 1.5, 1.0]
-    curve = SimpleNamespace(lr=[1, 2, 3, 4], loss=losses, smoothed=smoothed, limit=lambda: 2.0, steepest=2.4)
-    monkeypatch.setattr(page.lr_curve, "path", lambda folders: Path("lr_find.json"))
-    monkeypatch.setattr(page.lr_curve, "read", lambda path: curve)
-    series, mark = page._lr_curve(reading.Run(Path("report.json")))
-    steps = [(1, 2.0), (3, 1.0)]
-    assert series == [("steps", "faint", steps), ("smoothed", "train", [(1, 2.0), (2, 1.5), (3, 1.0)])]
-    assert mark == (2, 1.5, "--lr 2.4")
-    curve.steepest = None
-    assert page._lr_curve(reading.Run(Path("report.json"))) == (series, None)
-    del smoothed[1:]
-    assert page._lr_curve(reading.Run(Path("report.json"))) == ([], None)
+def test_chart_of_lr_curve_omits_high_losses(tmp_path):
+    steps = {"lr": [1, 2, 3, 4], "loss": [2.0, 9.0, 1.0, math.inf]}
+
+    def chart(smoothed, steepest=None):
+        results = {"smoothed": smoothed, "steepest": steepest, "minimum": steepest}
+        curve = lr_curve.Curve(**steps, **results, factor=1, ended_early=True, arguments={})
+        lr_curve.write(tmp_path / lr_curve.DATA, curve)
+        return page._lr_curve(reading.Run(tmp_path / "report.json"))
+
+    smoothed = [(1, 2.0), (2, 1.5), (3, 1.0)]
+    series = [("steps", "faint", [(1, 2.0), (3, 1.0)]), ("smoothed", "train", smoothed)]
+    assert chart([2.0, 1.5, 1.0], 2.4) == (series, (2, 1.5, "--lr 2.4"))
+    assert chart([2.0, 1.5, 1.0]) == (series, None)
+    steps = {"lr": [1, 2], "loss": [2.0, math.nan]}
+    assert chart([2.0]) == ([], None)
 
 
 def test_tables_of_earlier_versions_have_no_precision():
