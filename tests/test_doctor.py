@@ -137,7 +137,7 @@ def test_missing_shared_memory_is_ok_for_one_process(tmp_path):
 
 
 # The start of a Python process that does not run its program: it appends its arguments to a file, writes log files and
-# errors like Paddle's launcher or like a training process, and exits.
+# errors like Paddle's launcher or like train.py, and exits.
 FAKE_CHILD = """
 import json, os, pathlib, sys
 arguments = sys.orig_argv[1:]
