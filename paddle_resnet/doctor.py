@@ -20,7 +20,7 @@ from time import monotonic
 from paddle_resnet import __version__
 from paddle_resnet.utils.children import ROOT, Row, reason, run, training_command
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import command, counted, installation, program
+from paddle_resnet.utils.errors import UsageError, command, counted, installation, program
 
 GIB = 2**30
 LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
@@ -91,7 +91,6 @@ def _library_facts():
         device, "missing" and "arithmetic": see self_test.checks, "capabilities": compute capability of each GPU}.
     """
     from paddle_resnet.utils import signals
-    from paddle_resnet.utils.errors import UsageError
 
     with signals.importing_paddle():
         import paddle
@@ -99,20 +98,10 @@ def _library_facts():
     from paddle_resnet.machine import compat, cpu, gpus, libraries
     from paddle_resnet.native import build as native
 
-    has_gpus, rows, problem = bool(_nvidia_gpus()), [], None
+    has_gpus = bool(_nvidia_gpus())
     count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
-    try:
-        compat.check_version()
-        version_problem = None
-    except UsageError as e:
-        version_problem = str(e)
     build = gpus.describe_build() if paddle.is_compiled_with_cuda() else f"Paddle {paddle.__version__}, a CPU build"
-    if version_problem is None and compat.is_newer_than_tested():
-        rows.append(
-            ("Paddle", build, "note", f"newer than the tested versions: run {command('doctor', '--self-test')}")
-        )
-    else:
-        rows.append(("Paddle", version_problem or build, "no" if version_problem else "ok"))
+    rows = [_paddle(compat, paddle.__version__, build)]
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
@@ -126,7 +115,7 @@ def _library_facts():
     return {
         "device": device,
         "rows": rows,
-        "trains": not (version_problem or problem),
+        "trains": all(status != "no" for _, _, status, *_ in rows),
         "missing": missing,
         "capabilities": capabilities,
         "arithmetic": [
@@ -135,6 +124,16 @@ def _library_facts():
             cpu.arithmetic()["instructions"],
         ],
     }
+
+
+def _paddle(compat, version, build):
+    try:
+        compat.check_version(version)
+    except UsageError as e:
+        return ("Paddle", str(e), "no")
+    if compat.is_newer_than_tested(version):
+        return ("Paddle", build, "note", f"newer than the tested versions: run {command('doctor', '--self-test')}")
+    return ("Paddle", build, "ok")
 
 
 def _library(libraries, name, what):
@@ -149,20 +148,20 @@ def _dali(device):
 
     decoders = "decodes on the CPU"
     if device == "gpu":
-        has_unit = _has_jpeg_unit()
+        import pynvml
+
+        has_unit = _has_jpeg_unit(pynvml)
         decoders = f"decodes on the GPU, {'with' if has_unit else 'without'} a hardware JPEG decoder"
     return ("DALI", f"{nvidia.dali.__version__}, {decoders}", "ok")
 
 
-def _has_jpeg_unit():
+def _has_jpeg_unit(nvml):
     """Return whether GPU 0 has a hardware JPEG decoder, that is, whether the driver reports the decoder's
-    utilization."""
-    import pynvml
-
+    utilization. `nvml` is the module pynvml."""
     try:
-        pynvml.nvmlInit()
-        pynvml.nvmlDeviceGetJpgUtilization(pynvml.nvmlDeviceGetHandleByIndex(0))
-    except pynvml.NVMLError:
+        nvml.nvmlInit()
+        nvml.nvmlDeviceGetJpgUtilization(nvml.nvmlDeviceGetHandleByIndex(0))
+    except nvml.NVMLError:
         return False
     return True
 
@@ -208,26 +207,40 @@ def _machine(gpu_count):
 
     cores = len(os.sched_getaffinity(0))
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
-    available = memory.available()
+    yield _memory(memory.available())
+    yield _shared_memory(_file_system_size("/dev/shm"), gpu_count)
+    files, processes = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_NPROC)
+    yield _ulimits(*files, processes[0])
+
+
+def _memory(available):
     is_enough = available >= LEAST_MEMORY
     remedy = "" if is_enough else f"with less than {LEAST_MEMORY // GIB} GiB per process, use a smaller --batch-size"
-    yield Row("memory", f"{available / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
+    return Row("memory", f"{available / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
+
+
+def _file_system_size(folder):
+    """Return the size of a file system in bytes, or 0 if the folder does not exist."""
     try:
-        shared = os.statvfs("/dev/shm")
-        size = shared.f_blocks * shared.f_frsize
+        status = os.statvfs(folder)
     except OSError:
-        size = 0
+        return 0
+    return status.f_blocks * status.f_frsize
+
+
+def _shared_memory(size, gpu_count):
     is_enough = size >= LEAST_SHARED_MEMORY or gpu_count < 2
     remedy = "NCCL needs shared memory between GPUs; enlarge /dev/shm, or start the container with --shm-size=1g"
-    remedy = "" if is_enough else remedy
-    yield Row("/dev/shm", f"{size / GIB:.1f} GiB", "ok" if is_enough else "note", remedy)
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return Row("/dev/shm", f"{size / GIB:.1f} GiB", "ok" if is_enough else "note", "" if is_enough else remedy)
+
+
+def _ulimits(files, most_files, processes):
+    """Check the limits of open files (soft and hard) and processes, which can be resource.RLIM_INFINITY."""
     is_enough = files >= LEAST_OPEN_FILES or files == resource.RLIM_INFINITY
     enough = 65536 if most_files == resource.RLIM_INFINITY else min(most_files, 65536)
     remedy = "" if is_enough else f"ulimit -n {enough}"
     limits = f"open files {_limit(files)}, processes {_limit(processes)}"
-    yield Row("ulimits", limits, "ok" if is_enough else "note", remedy)
+    return Row("ulimits", limits, "ok" if is_enough else "note", remedy)
 
 
 def _limit(value):
@@ -241,7 +254,10 @@ def _disk(folder):
             pass
     except OSError as e:
         return Row("disk", f"{folder} cannot be written ({e.strerror})", "no", "choose a different --output-dir")
-    free = shutil.disk_usage(existing).free
+    return _free_space(folder, shutil.disk_usage(existing).free)
+
+
+def _free_space(folder, free):
     is_enough = free >= LEAST_DISK
     remedy = "" if is_enough else f"free disk space; checkpoints of a ResNet-50 run take about {LEAST_DISK // GIB} GiB"
     return Row("disk", f"{free / GIB:.1f} GiB free for {folder}", "ok" if is_enough else "note", remedy)

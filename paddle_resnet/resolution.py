@@ -146,7 +146,7 @@ class Loader(conflicts.Device, images.Settings):
         """
         validation.check_none(self.conflicts())
         if self.amp and self.amp_dtype == "bfloat16":
-            _check_bfloat16()
+            check_bfloat16(paddle.device.cuda.get_device_capability(processes.local_gpu()))
         changes: Changes = {}
         if self.dali_device == "auto":
             changes["--device"] = {"dali_device": self.device}
@@ -158,8 +158,9 @@ class Loader(conflicts.Device, images.Settings):
         return changes
 
 
-def _check_bfloat16():
-    major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
+def check_bfloat16(capability: tuple[int, int]) -> None:
+    """Raise UsageError if a GPU with this compute capability does not support bfloat16."""
+    major, minor = capability
     if major < 8:
         raise UsageError(
             f"--amp-dtype bfloat16: requires compute capability 8.0 or higher, but this GPU has {major}.{minor}; "

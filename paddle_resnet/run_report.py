@@ -301,7 +301,7 @@ def advise_on_loader(options: Options, epoch: int, trained: dict[str, Any]) -> b
     fraction = trained["data_time"] / trained["batch_time"]
     if options.device != "gpu" or fraction <= STARVED_FRACTION or (epoch == 0 and trained["steps"] < 50):
         return False
-    advice = _loader_flag(options)
+    advice = _loader_flag(options, processes.cores())
     logger.warn(
         f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; set {advice}, or measure the speed of "
         f"the loader with `{command('dataset', 'speed', options.image_root)}`"
@@ -309,8 +309,9 @@ def advise_on_loader(options: Options, epoch: int, trained: dict[str, Any]) -> b
     return True
 
 
-def _loader_flag(settings: loader.Settings) -> str:
-    threads = processes.cores() - 2
+def _loader_flag(settings: loader.Settings, cores: int) -> str:
+    """Return the flag to set if the loader of a process with this number of CPU cores is slow."""
+    threads = cores - 2
     if settings.dali_num_threads < threads:
         return f"--dali-num-threads {threads}"
     if settings.dali_device == "cpu":

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -431,9 +432,59 @@ def scored(monkeypatch):
 
 
 @pytest.fixture
+def on_two_ranks(monkeypatch):
+    """Return a function that runs a function in two threads, which act as ranks and exchange numbers. Each rank has its
+    own arguments."""
+    barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
+
+    def all_gather(values):
+        sent[local.rank] = values
+        barrier.wait()
+        rows = np.array(sent, dtype=np.float64)
+        barrier.wait()
+        return rows
+
+    def on_two_ranks(function, *arguments):
+        def call(rank):
+            local.rank = rank
+            return function(*arguments[rank])
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+            patch.setattr(exchange, "all_gather", all_gather)
+            return list(pool.map(call, range(2)))
+
+    return on_two_ranks
+
+
+@pytest.fixture
 def work_in(monkeypatch):
     """Return a function that changes the working directory for the rest of the test."""
     return monkeypatch.chdir
+
+
+@pytest.fixture
+def uninstalled(monkeypatch):
+    """Return a function after whose call Python cannot import some modules for the rest of the test, as if they were
+    not installed."""
+
+    def uninstalled(*modules):
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module, None)
+
+    return uninstalled
+
+
+@pytest.fixture
+def import_from(monkeypatch):
+    """Return a function after whose call Python imports modules from a folder for the rest of the test, and imports the
+    named modules again."""
+
+    def import_from(folder, *modules):
+        monkeypatch.syspath_prepend(folder)
+        for module in modules:
+            monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return import_from
 
 
 @pytest.fixture
@@ -821,6 +872,17 @@ def with_component(monkeypatch):
         monkeypatch.setattr(build, name, (*getattr(build, name), component))
 
     return with_component
+
+
+@pytest.fixture
+def in_children(environment, tmp_path):
+    """Return a function that sets a program to execute at the start of every Python child process."""
+
+    def in_children(code):
+        (tmp_path / "sitecustomize.py").write_text(code)
+        environment(PYTHONPATH=tmp_path)
+
+    return in_children
 
 
 @pytest.fixture

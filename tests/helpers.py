@@ -2,6 +2,7 @@
 conftest.py."""
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -147,6 +148,24 @@ def take(loader, count):
         else:
             batches.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
     return batches
+
+
+@contextlib.contextmanager
+def without_permission(path):
+    """Forbid reading a file, or listing a folder, while the `with` block runs. If the test runs as root, this thread
+    gives up the right to ignore permissions (CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, see capabilities(7))."""
+    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+    before, mode = (ctypes.c_uint32 * 6)(), os.stat(path).st_mode
+    assert libc.capget(header, before) == 0
+    reduced = (ctypes.c_uint32 * 6)(*before)
+    reduced[0] &= ~(1 << 1 | 1 << 2)  # the effective capabilities
+    os.chmod(path, 0o300 if os.path.isdir(path) else 0)
+    assert libc.capset(header, reduced) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before) == 0
+        os.chmod(path, mode)
 
 
 @contextlib.contextmanager

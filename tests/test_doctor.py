@@ -95,66 +95,72 @@ def test_unwritable_kernel_cache_is_a_note(examine, in_this_process, environment
     assert examine()["kernel cache"].status == "note"
 
 
-def test_missing_home_folder_is_a_note(monkeypatch):
-    def home():
-        raise RuntimeError
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
+def test_missing_home_folder_is_a_note(environment):
+    environment(XDG_CACHE_HOME=None, HOME="~")  # pathlib takes an unexpanded ~ for a missing home folder
     _, detail, status, remedy = doctor._kernel_cache(native)
     assert "no home folder" in detail and status == "note" and remedy == "set XDG_CACHE_HOME to a writable folder"
 
 
-def test_low_memory_disk_and_ulimits_are_notes(examine, facts, monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 2**30)
-    monkeypatch.setattr(doctor, "LEAST_DISK", 2**60)
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
-    rows = examine()
-    assert {what for what, row in rows.items() if row.status == "note"} >= {"memory", "disk", "ulimits"}
-    assert rows["ulimits"].remedy == "ulimit -n 4096"
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, resource.RLIM_INFINITY))
-    assert next(row for row in doctor._machine(0) if row.what == "ulimits").remedy == "ulimit -n 65536"
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    unlimited = next(row for row in doctor._machine(0) if row.what == "ulimits")
+def test_memory_disk_and_limits_of_this_machine_are_reported(examine, facts, tmp_path):
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, most_files))
+    try:
+        rows = examine()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most_files))
+    assert rows["ulimits"] == doctor._ulimits(1000, most_files, processes)
+    free = shutil.disk_usage(tmp_path).free
+    assert float(rows["disk"].detail.split()[0]) == pytest.approx(free / doctor.GIB, abs=1)
+    assert rows["disk"].detail.endswith(f" GiB free for {tmp_path}")
+    assert float(rows["memory"].detail.split()[0]) == pytest.approx(memory.available() / doctor.GIB, abs=1)
+    assert rows["/dev/shm"].detail == f"{doctor._file_system_size('/dev/shm') / doctor.GIB:.1f} GiB"
+
+
+def test_limit_of_open_files_can_be_unlimited():
+    assert doctor._ulimits(256, 4096, 1).remedy == "ulimit -n 4096"
+    assert doctor._ulimits(256, resource.RLIM_INFINITY, 1).remedy == "ulimit -n 65536"
+    unlimited = doctor._ulimits(*[resource.RLIM_INFINITY] * 3)
     assert unlimited == ("ulimits", "open files unlimited, processes unlimited", "ok", "")
 
 
-def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch):
-    real = os.statvfs
-
-    def statvfs(path):
-        if path == "/dev/shm":
-            raise FileNotFoundError(path)
-        return real(path)
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # a single process needs no shared memory
+def test_missing_shared_memory_is_ok_for_one_process(tmp_path):
+    status = os.statvfs(tmp_path)
+    assert doctor._file_system_size(tmp_path) == status.f_blocks * status.f_frsize > 0
+    assert doctor._file_system_size(tmp_path / "missing") == 0
+    assert doctor._shared_memory(0, 1) == ("/dev/shm", "0.0 GiB", "ok", "")
     for size, status in ((doctor.LEAST_SHARED_MEMORY - 1, "note"), (doctor.LEAST_SHARED_MEMORY, "ok")):
-        monkeypatch.setattr(os, "statvfs", lambda path, size=size: SimpleNamespace(f_blocks=size, f_frsize=1))
         for gpu_count, expected in ((1, "ok"), (2, status)):
-            row = next(row for row in doctor._machine(gpu_count) if row.what == "/dev/shm")
+            row = doctor._shared_memory(size, gpu_count)
             assert (row.status, row.detail) == (expected, "1.0 GiB")
             assert row.remedy.endswith("start the container with --shm-size=1g") == (expected == "note")
 
 
+# The start of a Python process that does not run its program: it appends its arguments to a file, writes log files and
+# errors like Paddle's launcher or like train.py, and exits.
+FAKE_CHILD = """
+import json, os, pathlib, sys
+arguments = sys.orig_argv[1:]
+with open({calls!r}, "a") as file:
+    print(json.dumps(arguments), file=file)
+print("a log line\\nnull", flush=True)
+if "--log_dir" in arguments:  # the launcher writes the output of the processes to files
+    logs = pathlib.Path(arguments[arguments.index("--log_dir") + 1])
+    logs.mkdir()
+    for rank in (0, 1):
+        (logs / f"workerlog.{{rank}}").write_bytes(b"\\xff\\nValueError: x\\n")
+else:
+    print("ValueError: x", file=sys.stderr, flush=True)
+os._exit({returncode})
+"""
+
+
 @pytest.mark.parametrize("returncode", [0, 1])
 @pytest.mark.parametrize(("device", "missing"), [("cpu", None), ("cpu", "no compiler"), ("gpu", None)])
-def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device, missing, returncode):
-    commands = []
-
-    def run(arguments, cwd=ROOT):
-        commands.append(arguments)
-        stderr = "ValueError: x\n"
-        if "--log_dir" in arguments:  # the launcher writes the output of the processes to files
-            stderr, logs = "", Path(arguments[arguments.index("--log_dir") + 1])
-            logs.mkdir()
-            for rank in (0, 1):
-                (logs / f"workerlog.{rank}").write_bytes(b"\xff\nValueError: x\n")
-        return SimpleNamespace(returncode=returncode, stdout="a log line\nnull\n", stderr=stderr)
-
-    monkeypatch.setattr(doctor, "run", run)
+def test_training_is_tested_with_the_kernels_of_the_machine(in_children, tmp_path, device, missing, returncode):
+    in_children(FAKE_CHILD.format(calls=str(tmp_path / "calls"), returncode=returncode))
     rows = {row.what: row for row in doctor._tests(device, missing)}
-    _, step, launch = commands
+    _, step, launch = map(json.loads, (tmp_path / "calls").read_text().splitlines())
     kernels = [command[command.index("--kernels") + 1] for command in (step, launch)]
     assert kernels == ["paddle" if missing else "native", "paddle"]
     for command in (step, launch):
@@ -190,17 +196,6 @@ def test_incorrectly_decoded_image_is_an_error(monkeypatch):
         doctor._decode_image("cpu")
 
 
-@pytest.fixture
-def in_children(environment, tmp_path):
-    """Return a function that sets a program to execute at the start of every Python child process."""
-
-    def in_children(code):
-        (tmp_path / "sitecustomize.py").write_text(code)
-        environment(PYTHONPATH=tmp_path)
-
-    return in_children
-
-
 def test_crashing_library_is_reported(examine, in_children):
     in_children("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     rows = examine()
@@ -227,11 +222,13 @@ def test_doctor_runs_if_paddle_cannot_be_imported(tmp_path):
     assert "GiB available" in done.stdout
 
 
-def test_unsupported_paddle_is_reported(examine, in_this_process, monkeypatch):
-    monkeypatch.setattr(compat.check_version, "__defaults__", ("2.4.1",))
-    rows = examine()
-    assert rows["Paddle"].status == "no" and "Paddle 2.4.1: not supported" in rows["Paddle"].detail
-    assert "tests" not in rows
+def test_unsupported_or_untested_paddle_is_reported():
+    what, detail, status = doctor._paddle(compat, "2.4.1", "a build")
+    assert (what, status) == ("Paddle", "no") and "Paddle 2.4.1: not supported" in detail
+    what, detail, status, remedy = doctor._paddle(compat, "99.0.0", "a build")
+    assert (what, detail, status) == ("Paddle", "a build", "note")
+    assert remedy.startswith("newer than the tested versions: run ") and remedy.endswith("doctor --self-test")
+    assert doctor._paddle(compat, paddle.__version__, "a build") == ("Paddle", "a build", "ok")
 
 
 def test_hanging_child_process_is_reported():
@@ -246,11 +243,10 @@ def test_child_process_runs_in_project_folder_and_ends_with_its_parent(work_in, 
     assert doctor.run(["-c", code]).stdout == f"9 {ROOT}\n\ufffd"
 
 
-def test_child_process_exits_without_exit_handlers(monkeypatch, capsys):
-    codes = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    doctor._answer(lambda *arguments: arguments, 1, "a")
-    assert (codes, capsys.readouterr().out) == ([0], '[1, "a"]\n')
+def test_child_process_exits_without_exit_handlers():
+    code = "import atexit; from paddle_resnet import doctor; atexit.register(print, 'an exit handler'); "
+    done = doctor.run(["-c", code + "doctor._answer(lambda *arguments: arguments, 1, 'a')"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, '[1, "a"]\n', "")
 
 
 def test_reason_prefers_error_of_failed_rank():
@@ -290,24 +286,18 @@ def test_output_of_nvidia_smi_is_used_only_if_it_succeeds(environment, tmp_path,
     assert capfd.readouterr() == ("", "")
 
 
-def test_jpeg_decoder_of_gpu_0_is_reported(monkeypatch):
+def test_jpeg_decoder_of_gpu_0_is_detected():
     class NVMLError(Exception):
         pass
 
     def failing(*arguments):
         raise NVMLError
 
-    nvml = SimpleNamespace(NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index)
-    nvml.nvmlDeviceGetJpgUtilization = {0: [5, 1000]}.__getitem__
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert doctor._has_jpeg_unit()
-    assert doctor._dali("gpu")[1].endswith(", decodes on the GPU, with a hardware JPEG decoder")
+    functions = {"nvmlInit": lambda: None, "nvmlDeviceGetHandleByIndex": lambda index: index}
+    functions["nvmlDeviceGetJpgUtilization"] = {0: [5, 1000]}.__getitem__
+    assert doctor._has_jpeg_unit(SimpleNamespace(NVMLError=NVMLError, **functions))
     for name in ("nvmlInit", "nvmlDeviceGetJpgUtilization"):
-        with monkeypatch.context() as patch:
-            patch.setattr(nvml, name, failing)
-            assert not doctor._has_jpeg_unit()
-            assert doctor._dali("gpu")[1].endswith(", decodes on the GPU, without a hardware JPEG decoder")
-    assert doctor._dali("cpu")[1].endswith(", decodes on the CPU")
+        assert not doctor._has_jpeg_unit(SimpleNamespace(NVMLError=NVMLError, **functions | {name: failing}))
 
 
 def test_versions_of_compilers_and_size_of_cache(environment, tmp_path):
@@ -329,38 +319,35 @@ def test_versions_of_compilers_and_size_of_cache(environment, tmp_path):
 
 
 @pytest.mark.parametrize(("shortfall", "status"), [(0, "ok"), (1, "note")])
-def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status):
-    monkeypatch.setattr(memory, "available", lambda: doctor.LEAST_MEMORY - shortfall)
-    limits = {resource.RLIMIT_NOFILE: (1024 - shortfall, 8192), resource.RLIMIT_NPROC: (4096, 9999)}
-    monkeypatch.setattr(resource, "getrlimit", limits.get)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=doctor.LEAST_DISK - shortfall))
-    rows = {row.what: row for row in (*doctor._machine(0), doctor._disk(tmp_path))}
-    rows = [rows[what] for what in ("memory", "ulimits", "disk")]
+def test_exact_requirements_are_enough(shortfall, status):
+    rows = [
+        doctor._memory(doctor.LEAST_MEMORY - shortfall),
+        doctor._ulimits(doctor.LEAST_OPEN_FILES - shortfall, 8192, 4096),
+        doctor._free_space("out", doctor.LEAST_DISK - shortfall),
+    ]
     assert [row.status for row in rows] == [status] * 3
     limits = f"open files {1024 - shortfall}, processes 4096"
-    assert [row.detail for row in rows] == ["4.0 GiB available", limits, f"2.0 GiB free for {tmp_path}"]
+    assert [row.detail for row in rows] == ["4.0 GiB available", limits, "2.0 GiB free for out"]
     remedies = ["with less than 4 GiB per process, use a smaller --batch-size", "ulimit -n 8192"]
     remedies.append("free disk space; checkpoints of a ResNet-50 run take about 2 GiB")
     assert [row.remedy for row in rows] == (remedies if shortfall else [""] * 3)
 
 
-def test_missing_libraries_of_a_gpu_are_reported(monkeypatch):
-    monkeypatch.setattr(native, "_nvrtc", lambda: None)
-    assert [doctor._nvrtc(native, capability)[2:] for capability in ((9, 0), None)] == [
+def test_missing_libraries_of_a_gpu_are_reported():
+    without_nvrtc = SimpleNamespace(_nvrtc=lambda: None)
+    assert [doctor._nvrtc(without_nvrtc, capability)[2:] for capability in ((9, 0), None)] == [
         ("note", f"{installation('gpu')}; otherwise, training uses Paddle's slower kernels"),
         ("ok", ""),
     ]
-    monkeypatch.setattr(libraries, "is_served", lambda: True)
-    monkeypatch.setattr(libraries, "find", lambda name: None)
-    remedy = installation("gpu")
-    assert doctor._library(libraries, "libnccl.so", "NCCL") == ("NCCL", "not found", "note", remedy)
+    missing = SimpleNamespace(is_served=lambda: True, find=lambda name: None)
+    assert doctor._library(missing, "libnccl.so", "NCCL") == ("NCCL", "not found", "note", installation("gpu"))
 
 
 @pytest.fixture
 def gpu_machine(in_this_process, monkeypatch):
     """Simulate a machine with two GPUs. Functions that would run in child processes run in this process."""
     monkeypatch.setattr(doctor, "_nvidia_gpus", lambda: [["NVIDIA H100", "81559 MiB", "550.54.15"]] * 2)
-    monkeypatch.setattr(doctor, "_has_jpeg_unit", lambda: True)
+    monkeypatch.setattr(doctor, "_has_jpeg_unit", lambda nvml: True)
     monkeypatch.setattr(gpus, "describe_build", lambda: "Paddle 2.6.2 for CUDA 11.8, capability 6.1 8.6")
     monkeypatch.setattr(libraries, "is_served", lambda: True)
     monkeypatch.setattr(libraries, "find", lambda name: f"/opt/{name}.8")

@@ -129,9 +129,9 @@ def test_file_list_may_contain_files_outside_with_flag(checkpoint, photos, tmp_p
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_missing_onnx_package_is_an_error(checkpoint, tmp_path, capsys, monkeypatch, package):
+def test_missing_onnx_package_is_an_error(checkpoint, tmp_path, capsys, uninstalled, package):
     pytest.importorskip("onnx") if package == "onnxruntime" else None
-    monkeypatch.setitem(sys.modules, package, None)
+    uninstalled(package)
     assert export.main([str(checkpoint), str(tmp_path / "exported"), "--onnx"]) == 2
     error = capsys.readouterr().err
     assert f"{package}: cannot be imported, but is required for ONNX" in error
@@ -213,12 +213,11 @@ def run_python_of_card(folder, image, *packages):
 
 
 @pytest.mark.parametrize("uint8", [False, True])
-def test_code_of_the_model_card_loads_each_network(checkpoint, photo_paths, tmp_path, work_in, monkeypatch, uint8):
+def test_code_of_the_model_card_loads_each_network(checkpoint, photo_paths, tmp_path, work_in, import_from, uint8):
     pytest.importorskip("onnxruntime")
     export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=uint8, safetensors=True)
     work_in(tmp_path / "exported")
-    monkeypatch.syspath_prepend(tmp_path / "exported")
-    monkeypatch.delitem(sys.modules, "preprocess", raising=False)  # of another export
+    import_from(tmp_path / "exported", "preprocess")
     results = run_python_of_card(tmp_path / "exported", photo_paths[0], "safetensors")
     model = inference.open_paddle(tmp_path / "exported", "cpu")
     expected = model.run(preprocessing.model_input(str(photo_paths[0]), model.description))

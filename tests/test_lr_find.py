@@ -219,15 +219,20 @@ def test_search_ends_early_if_loss_diverges(find, capsys):
     assert f"curve of {len(curve.lr)} steps" in capsys.readouterr().out
 
 
-def test_search_ends_at_the_step_of_the_divergence(monkeypatch):
-    monkeypatch.setattr(exchange, "all_gather", lambda own: np.array([own, [0.0]]))  # the loss of rank 1 is 0
+def test_search_ends_at_the_step_of_the_divergence(on_two_ranks):
+    """The loss of rank 1 is 0."""
     values = [2.0] * 30 + [2 * 1.05**i for i in range(100)]
-    divergence, recorder = lr_curve.Divergence(1000), lr_find.LossRecorder(1000, batches=2)
+    divergence = lr_curve.Divergence(1000)
     steps = next(i for i, value in enumerate(values, 1) if divergence.add(value))
-    with pytest.raises(lr_find.Diverged):
-        for value in np.repeat(values, 2):
-            recorder.update(2 * value, 8)
-    assert recorder.losses == values[:steps]
+
+    def search(factor):
+        recorder = lr_find.LossRecorder(1000, batches=2)
+        with pytest.raises(lr_find.Diverged):
+            for value in np.repeat(values, 2):
+                recorder.update(factor * value, 8)
+        return recorder.losses
+
+    assert on_two_ranks(search, [2], [0]) == [values[:steps]] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -413,12 +418,14 @@ def test_search_uses_range_of_rank_0(find, monkeypatch):
     np.testing.assert_allclose(find()[1].lr, rates(1e-5, 1.0, STEPS + 2))
 
 
-def test_losses_are_means_over_processes(monkeypatch):
-    monkeypatch.setattr(exchange, "all_gather", lambda values: np.array([values, [5.0]]))
-    recorder = lr_find.LossRecorder(STEPS, batches=2)
-    for loss in (1.0, 2.0):
-        recorder.update(loss, 4)
-    assert recorder.losses == [(1.5 + 5) / 2]
+def test_losses_are_means_over_processes(on_two_ranks):
+    def search(*losses):
+        recorder = lr_find.LossRecorder(STEPS, batches=2)
+        for loss in losses:
+            recorder.update(loss, 4)
+        return recorder.losses
+
+    assert on_two_ranks(search, [1.0, 2.0], [5.0, 5.0]) == [[(1.5 + 5) / 2]] * 2
 
 
 @pytest.mark.soak

@@ -90,9 +90,8 @@ def test_requirements_of_paddle_2_6_are_omitted_for_other_versions(make, tmp_pat
 @pytest.mark.parametrize(
     ("capability", "package"), [((8, 6), "paddlepaddle-gpu==2.6.2"), ((9, 0), "paddlepaddle-gpu==3.3.1 -i URL")]
 )
-def test_printed_command_replaces_cpu_build_with_gpu_build(make, monkeypatch, capability, package):
-    monkeypatch.setattr(driver, "gpu", lambda: driver.Gpu("NVIDIA", capability))
-    command = re.search(r"make (venv PADDLE=(\".+\"|\S+\b))", driver.remedy())[1]
+def test_printed_command_replaces_cpu_build_with_gpu_build(make, capability, package):
+    command = re.search(r"make (venv PADDLE=(\".+\"|\S+\b))", driver.installation(capability))[1]
     make("venv", "PADDLE=2.6.2")  # a CPU build
     assert make(*shlex.split(command), "HAS_GPU=yes")[0] == ["requirements", "uninstall", f"install {package}"]
 
@@ -105,17 +104,31 @@ def obey(command, folder):
     return (folder / "calls").read_text().splitlines()
 
 
+def printed(folder, extra, env):
+    """Return errors.installation(extra) in a checkout in `folder` and in a virtual environment in `env`."""
+    code = "from paddle_resnet.utils import errors; print(errors.installation(__import__('sys').argv[1]))"
+    (folder / "paddle_resnet/utils").mkdir(parents=True, exist_ok=True)
+    shutil.copy(errors.__file__, folder / "paddle_resnet/utils")
+    python = env / "bin/own-python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    if not python.exists():
+        python.symlink_to(sys.executable)
+        (env / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}\n")
+    environment = {"PYTHONPATH": str(folder)}
+    done = subprocess.run([python, "-c", code, extra], cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
 @pytest.mark.parametrize("folder", [".venv", ".venv/paddle3"])
 @pytest.mark.parametrize("paddle", ["", "3.3.1"])
-def test_printed_command_repairs_environment_and_keeps_paddle(make, tmp_path, monkeypatch, folder, paddle):
+def test_printed_command_repairs_environment_and_keeps_paddle(make, tmp_path, folder, paddle):
     make("venv", f"VENV={folder}", *([f"PADDLE={paddle}"] if paddle else []))
-    monkeypatch.setattr(errors, "TRAIN", tmp_path / "train.py")
-    errors.TRAIN.touch()
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / folder))
-    assert obey(errors.installation("cpu"), tmp_path) == ["requirements"]
+    (tmp_path / "train.py").touch()
+    assert obey(printed(tmp_path, "cpu", tmp_path / folder), tmp_path) == ["requirements"]
     (tmp_path / folder / "bin/packages").unlink()
     install = f"install paddlepaddle=={paddle or '2.6.2'}"
-    assert obey(errors.installation("cpu"), tmp_path) == ["requirements", install]
+    assert obey(printed(tmp_path, "cpu", tmp_path / folder), tmp_path) == ["requirements", install]
 
 
 @pytest.mark.parametrize(
@@ -128,18 +141,24 @@ def test_printed_command_repairs_environment_and_keeps_paddle(make, tmp_path, mo
         ("paddlepaddle==3.3.1", None),
     ],
 )
-def test_printed_command_keeps_paddle_of_other_environments(make, tmp_path, monkeypatch, installed, pin):
-    monkeypatch.setattr(errors, "TRAIN", tmp_path / "train.py")
-    errors.TRAIN.touch()
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(errors, "_paddle", lambda: installed)
-    assert obey(errors.installation("gpu"), tmp_path) == ["requirements"]
+def test_printed_command_keeps_paddle_of_other_environments(make, tmp_path, installed, pin):
+    env = tmp_path / "own"
+    if installed:
+        name, version = installed.split("==")
+        packages = env / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+        info = packages / f"{name.replace('-', '_')}-{version}.dist-info/METADATA"
+        info.parent.mkdir(parents=True)
+        info.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / "train.py").touch()
+    command = printed(tmp_path, "gpu", env)
+    (tmp_path / "train.py").unlink()  # simulate an installed package
+    extra = {"paddlepaddle-gpu==2.6.2": "'paddle-resnet[gpu]'", "paddlepaddle==2.6.2": "'paddle-resnet[cpu]'"}
+    assert printed(tmp_path, "gpu", env).endswith(f" -m pip install {extra.get(pin, 'paddle-resnet')}")
+    (env / "bin/own-python").unlink()
+    shutil.copy(tmp_path / "python", env / "bin/own-python")  # the fake Python must obey the command
+    assert obey(command, tmp_path) == ["requirements"]
     lines = (tmp_path / "requirements.installed").read_text().splitlines()
     assert [line for line in lines if line.startswith("paddlepaddle")] == ([pin] if pin else [])
-    errors.TRAIN.unlink()  # simulate an installed package
-    extra = {"paddlepaddle-gpu==2.6.2": "'paddle-resnet[gpu]'", "paddlepaddle==2.6.2": "'paddle-resnet[cpu]'"}
-    assert errors.installation("gpu").endswith(f" -m pip install {extra.get(pin, 'paddle-resnet')}")
 
 
 def test_version_number_means_a_gpu_build_on_a_machine_with_a_gpu(make, tmp_path):

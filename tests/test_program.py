@@ -1,6 +1,4 @@
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -669,31 +667,6 @@ def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done
     assert phases.count("comparison of parameters") == len(checks)
 
 
-@pytest.fixture
-def on_two_ranks(monkeypatch):
-    """Return a function that runs a function in two threads, which act as ranks and exchange numbers. Each rank has its
-    own arguments."""
-    barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
-
-    def all_gather(values):
-        sent[local.rank] = values
-        barrier.wait()
-        rows = np.array(sent, dtype=np.float64)
-        barrier.wait()
-        return rows
-
-    def on_two_ranks(function, *arguments):
-        def call(rank):
-            local.rank = rank
-            return function(*arguments[rank])
-
-        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-            patch.setattr(exchange, "all_gather", all_gather)
-            return list(pool.map(call, range(2)))
-
-    return on_two_ranks
-
-
 def test_metrics_are_combined_over_ranks(on_two_ranks):
     """Losses are summed over all images, and times are those of the slower rank. Rank 1 runs one step fewer than rank
     0."""
@@ -917,8 +890,10 @@ def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, 
         assert "loss_scale" not in evaluation
 
 
-def test_fused_operators_are_counted(parse, monkeypatch):
-    """This test covers the only kind of fusion that Paddle's CPU build supports."""
+@pytest.fixture
+def fuse_additions(monkeypatch):
+    """Return a function that enables Paddle's fused additions for the programs compiled after it, as on a GPU. Paddle's
+    CPU build supports no other kind of fusion."""
     strategy = compilation.build_strategy
 
     def fusing(args, is_train=True):
@@ -926,10 +901,14 @@ def test_fused_operators_are_counted(parse, monkeypatch):
         result.fuse_elewise_add_act_ops = True
         return result
 
+    return partial(monkeypatch.setattr, compilation, "build_strategy", fusing)
+
+
+def test_fused_operators_are_counted(parse, fuse_additions):
     args = parse()
     compiled, *_ = build(args)
     assert compilation.fused_operators("cpu", compiled) == {}
-    monkeypatch.setattr(compilation, "build_strategy", fusing)
+    fuse_additions()
     compiled, exe, fetchs, *_ = build(args)
     # The residual unit ends with relu(a + b), which is fused in the forward and backward passes.
     counts = {"fused_elemwise_add_activation": 1, "fused_elemwise_add_activation_grad": 1}
@@ -965,19 +944,13 @@ class ScaledSums(ResNet):
     [partial(ResNet, se=True), Shifted, Complements, ScaledSums],
     ids=["bias", "fewer dimensions", "complement", "scaled sum"],
 )
-def test_fused_addition_does_not_change_results(parse, monkeypatch, network):
+def test_fused_addition_does_not_change_results(parse, register, fuse_additions, network):
     """If the bias has the shape [1, C, 1, 1], Paddle's fused operator computes only the first image of a batch. If it
     replaces an operator `scale`, it ignores the bias of `scale`."""
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(network, BottleneckBlock, (1, 1), width=8))
-    args, batches, strategy = parse(), random_batches(2), compilation.build_strategy
-
-    def fusing(args, is_train=True):
-        result = strategy(args, is_train)
-        result.fuse_elewise_add_act_ops = True
-        return result
-
+    register("Tiny", partial(network, BottleneckBlock, (1, 1), width=8))
+    args, batches = parse(), random_batches(2)
     expected = losses(args, batches)
-    monkeypatch.setattr(compilation, "build_strategy", fusing)
+    fuse_additions()
     assert losses(args, batches) == pytest.approx(expected, rel=1e-5)
 
 

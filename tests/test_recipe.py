@@ -11,6 +11,7 @@ from helpers import write_checkpoint
 from paddle_resnet import config, recipe, resolution
 from paddle_resnet.checkpoints import conversion, published, run_folders
 from paddle_resnet.components import stages
+from paddle_resnet.job import processes
 from paddle_resnet.settings import validation
 from paddle_resnet.utils.errors import UsageError
 
@@ -143,16 +144,15 @@ def test_precision_is_chosen_on_a_gpu():
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_evaluation_has_the_precision_of_training(monkeypatch, tmp_path, has_gpu):
+def test_evaluation_has_the_precision_of_training(tmp_path, has_gpu):
     """Otherwise, its metrics would differ from those of the training run. The data set needs no train split."""
-    monkeypatch.setattr(recipe.processes, "cores", lambda: 16)
     flags = ["--choose-recipe", "--image-root", str(tmp_path), "--run-scope", "eval_only", "--from-checkpoint", "DIR"]
     settings = config.parse_args(flags)
     settings.resolve("machine", device="gpu" if has_gpu else "cpu")
     recipe.choose(settings)
     validation.check(settings)
     names = "amp", "amp_level", "amp_dtype", "dali_output_fp16", "data_layout", "dali_num_threads"
-    expected = choose(2934, has_gpu=has_gpu, cores=16)
+    expected = choose(2934, has_gpu=has_gpu, cores=processes.cores())
     assert {name: getattr(settings, name) for name in names} == {name: getattr(expected, name) for name in names}
     assert settings.dali_output_fp16 == has_gpu
     assert (settings.batch_size, settings.model_arch_name, settings.from_pretrained_params) == (256, "ResNet50", None)
@@ -279,10 +279,10 @@ def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch, 
         assert facts.resumed is None  # these flags do not include --resume
 
 
-def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
-    """The data set contains class folders and a list of images outside its folder."""
-    monkeypatch.setattr(recipe.processes, "cores", lambda: 3)
-    monkeypatch.setattr(published, "installed_file", lambda name: "file" if name == "efficientnet-lite1" else None)
+def test_facts_follow_flags_of_the_data_set(tmp_path):
+    """The data set contains class folders and a list of images outside its folder. An earlier run has converted
+    weights."""
+    (tmp_path / "pretrained-efficientnet-lite1").mkdir()
     for split in ("train", "val"):
         for label in range(2):
             (tmp_path / "data" / split / f"class{label}").mkdir(parents=True)
@@ -294,8 +294,9 @@ def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
         places = ["--image-root", str(tmp_path / "data"), "--output-dir", str(tmp_path)]
         flags = [*places, "--device", "cpu", "--data-format", *flags.split()]
         facts = recipe._facts(config.parse_args(flags))
-        assert (facts.images, facts.cores) == (images, 3)
-        assert facts.weights == {"EfficientNet_Lite1": "efficientnet-lite1"}
+        assert (facts.images, facts.cores) == (images, processes.cores())
+        installed = {model.arch: name for name, model in published.PACKAGED.items() if published.installed_file(name)}
+        assert facts.weights == {"EfficientNet_Lite1": "efficientnet-lite1"} | installed
 
 
 def test_all_processes_use_the_facts_of_rank_0(photos, monkeypatch):

@@ -18,18 +18,19 @@ def resolve(args):
     args.apply(resolution.Loader)
 
 
-def test_bfloat16_on_old_gpu_is_an_error(monkeypatch, environment):
-    monkeypatch.setattr(gpus, "problem", lambda *_: None)
-    environment(FLAGS_selected_gpus=2)
-    flags = ["--amp", "--amp-dtype", "bfloat16"]
-    for capability, fails in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
-        monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {2: capability}.get)
-        resolve(config.parse_args(["--amp"]))
-        if not fails:
-            resolve(config.parse_args(flags))
-            continue
-        with pytest.raises(UsageError, match=r"--amp-dtype bfloat16: .*8\.0.* 7\.5; use --amp-dtype float16"):
-            resolve(config.parse_args(flags))
+def test_bfloat16_on_old_gpu_is_an_error():
+    for capability in ((8, 0), (9, 0)):
+        resolution.check_bfloat16(capability)
+    with pytest.raises(UsageError, match=r"--amp-dtype bfloat16: .*8\.0.* 7\.5; use --amp-dtype float16"):
+        resolution.check_bfloat16((7, 5))
+
+
+def on_device(device, *flags):
+    """Return settings in which --device is resolved, and the flags that the device excludes are dropped."""
+    args = config.parse_args([*flags])
+    args.resolve("machine", device=device)
+    resolution.drop_unused(args)
+    return args
 
 
 @pytest.mark.parametrize(
@@ -43,28 +44,16 @@ def test_bfloat16_on_old_gpu_is_an_error(monkeypatch, environment):
         ("gpu", "--data-layout NHWC --crop-size 96", 4),
     ],
 )
-def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device, flags, channels):
-    monkeypatch.setattr(gpus, "resolve", lambda *args: device)
+def test_default_image_channels_depend_on_device_and_layout(device, flags, channels):
     # A GPU may also decode with an explicit --dali-device.
     decoding = "--dali-device gpu" if device == "gpu" else ""
-    args = config.parse_args([*flags.split(), *decoding.split()])
-    resolve(args)
+    args = on_device(device, *flags.split(), *decoding.split())
+    args.apply(resolution.Loader)
     assert args.image_shape == [channels, args.crop_size, args.crop_size]
-    inherited = config.parse_args(flags.split())
+    inherited = on_device(device, *flags.split())
     inherited.set("checkpoint d", image_shape=[7 - channels, 32, 32])
-    resolve(inherited)
+    inherited.apply(resolution.Loader)
     assert inherited.image_shape == [7 - channels, 32, 32]
-
-
-@pytest.mark.parametrize("flags", ["", "--profile-steps 3:4", "--data-layout NCHW", "--kernels paddle"])
-def test_steps_are_captured_with_custom_kernels_unless_they_are_traced(monkeypatch, flags):
-    monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
-    monkeypatch.setattr(native, "load", lambda capability: None)
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
-    args = config.parse_args(["--data-layout", "NHWC", *flags.split()])
-    resolve(args)
-    args.apply(resolution.Kernels)
-    assert bool(args.cuda_graph) == (not flags)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +89,9 @@ def test_recipe_for_gpu_is_valid_on_cpu(capsys, path):
         assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_gpu_uses_all_values_of_recipe(monkeypatch):
-    monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
-    args = config.parse_args(["--config", str(ROOT / "configs/cifar10_30epochs.yaml")])
-    resolve(args)
+def test_gpu_uses_all_values_of_recipe():
+    args = on_device("gpu", "--config", str(ROOT / "configs/cifar10_30epochs.yaml"))
+    args.apply(resolution.Loader)
     assert (args.amp, args.amp_level, args.scale_loss, args.dropped) == (True, "O2", 1024.0, [])
 
 
@@ -136,70 +124,72 @@ def test_images_are_decoded_on_device_of_run(monkeypatch, shard, device):
     ("device", "flags", "kernels", "loads"),
     [
         ("gpu", "--data-layout NHWC", "native", [(9, 2)]),
+        ("gpu", "--data-layout NHWC --profile-steps 3:4", "native", [(9, 2)]),  # traced steps are not captured
         ("gpu", "", "paddle", []),
+        ("gpu", "--data-layout NCHW", "paddle", []),
         ("cpu", "--data-layout NHWC", "native", [None]),
         ("cpu", "--data-layout NCHW", "paddle", []),
         ("cpu", "--data-layout NHWC --kernels native", "native", [None]),
         ("gpu", "--data-layout NHWC --kernels paddle", "paddle", []),
     ],
 )
-def test_default_kernels_depend_on_device_and_layout(monkeypatch, environment, device, flags, kernels, loads):
+def test_default_kernels_and_captured_steps_depend_on_device_and_layout(
+    monkeypatch, environment, device, flags, kernels, loads
+):
     loaded = []
-    monkeypatch.setattr(gpus, "resolve", lambda *args: device)
     monkeypatch.setattr(native, "load", loaded.append)
     environment(FLAGS_selected_gpus=2)
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, index))
-    args = config.parse_args(flags.split())
-    resolve(args)
+    args = on_device(device, *flags.split())
     args.apply(resolution.Kernels)
     assert (args.kernels, loaded) == (kernels, loads)
-    assert bool(args.cuda_graph) == (device == "gpu" and kernels == "native")
+    assert bool(args.cuda_graph) == (device == "gpu" and kernels == "native" and "profile" not in flags)
+
+
+@pytest.fixture
+def without_compiler(environment, tmp_path):
+    """Simulate a machine without a C++ compiler, whose cache contains no custom operators."""
+    environment(CXX="nosuch", XDG_CACHE_HOME=tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("flags", "has_compiler", "expected"),
+    ("flags", "expected"),
     [
-        ("", True, ("NHWC", "native")),
-        ("", False, ("NCHW", "paddle")),
-        ("--kernels paddle", True, ("NCHW", "paddle")),
-        ("--data-layout NCHW", True, ("NCHW", "paddle")),
-        ("--program-representation pir", True, ("NHWC", "paddle")),
-        ("--program-representation pir --kernels paddle", True, ("NHWC", "paddle")),
-        ("--program-representation pir --data-layout NCHW", True, ("NCHW", "paddle")),
+        pytest.param("", ("NHWC", "native"), marks=pytest.mark.skipif(native.missing() is not None, reason="compiler")),
+        ("--kernels paddle", ("NCHW", "paddle")),
+        ("--data-layout NCHW", ("NCHW", "paddle")),
+        ("--program-representation pir", ("NHWC", "paddle")),
+        ("--program-representation pir --kernels paddle", ("NHWC", "paddle")),
+        ("--program-representation pir --data-layout NCHW", ("NCHW", "paddle")),
     ],
 )
-def test_layout_on_cpu_is_that_of_custom_kernels_or_of_pir_programs(monkeypatch, capsys, flags, has_compiler, expected):
-    def load(capability=None):
-        if not has_compiler:
-            raise native.Unavailable("no C++ compiler (g++)")
-
-    monkeypatch.setattr(native, "load", load)
+def test_layout_on_cpu_is_that_of_custom_kernels_or_of_pir_programs(capsys, flags, expected):
     args = config.parse_args(["--device", "cpu", *flags.split()])
     args.apply(resolution.Layout)
     args.apply(resolution.Kernels)
     assert (args.data_layout, args.kernels) == expected
-    message = "--kernels auto: custom kernels are unavailable (no C++ compiler (g++)); using Paddle's slower kernels"
-    assert capsys.readouterr().out.count(message) == (not has_compiler)
+    assert "custom kernels are unavailable" not in capsys.readouterr().out
 
 
-def test_unavailable_kernels_are_replaced_unless_explicit(monkeypatch, capsys):
-    def fail(capability):
-        raise native.Unavailable("no compiler")
-
-    monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
-    monkeypatch.setattr(native, "load", fail)
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
-    args = config.parse_args(["--data-layout", "NHWC"])
-    resolve(args)
+def test_layout_on_cpu_without_compiler_is_that_of_paddle(without_compiler, capsys):
+    args = config.parse_args(["--device", "cpu"])
+    args.apply(resolution.Layout)
     args.apply(resolution.Kernels)
-    assert (args.kernels, args.cuda_graph) == ("paddle", False)
-    assert "--kernels auto: custom kernels are unavailable (no compiler); using Paddle" in capsys.readouterr().out
+    assert (args.data_layout, args.kernels) == ("NCHW", "paddle")
+    message = "--kernels auto: custom kernels are unavailable (no C++ compiler (nosuch)); using Paddle's slower kernels"
+    assert capsys.readouterr().out.count(message) == 1
+
+
+def test_unavailable_kernels_are_replaced_unless_explicit(without_compiler, capsys):
+    args = on_device("cpu", "--data-layout", "NHWC")
+    args.apply(resolution.Kernels)
+    assert args.kernels == "paddle"
+    assert "--kernels auto: custom kernels are unavailable (no C++ compiler" in capsys.readouterr().out
     for layout, message in (
-        ("NHWC", "--kernels native: no compiler; fix this problem, or use --kernels paddle"),
+        ("NHWC", r"--kernels native: no C\+\+ compiler \(nosuch\); fix this problem, or use --kernels paddle"),
         ("NCHW", "--kernels native: supports NHWC only; use --data-layout NHWC or --kernels paddle"),
     ):
-        args = config.parse_args(["--kernels", "native", "--data-layout", layout])
-        resolve(args)
+        args = on_device("cpu", "--kernels", "native", "--data-layout", layout)
         with pytest.raises(UsageError, match=message):
             args.apply(resolution.Kernels)
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -85,24 +84,25 @@ def test_failed_run_does_not_stop_the_others(data):
 
 
 @pytest.mark.parametrize(("error", "status"), [(0.0, "ok"), (1e-15, "no")])
-def test_resumed_losses_must_equal_those_of_the_second_epoch(monkeypatch, tmp_path, error, status):
+def test_resumed_losses_must_equal_those_of_the_second_epoch(in_children, tmp_path, error, status):
     """test_self_test_passes_on_healthy_machine resumes a real run."""
     losses = [2.0 - 0.1 * step for step in range(self_test.STEPS)]
-
-    def resume(arguments, timeout_s, environment):
-        [[*flags]] = json.loads(arguments[-1])
-        start = ["--from-checkpoint", str(tmp_path / "first/Net"), "--last-epoch-of-checkpoint", "0"]
-        assert flags[flags.index(start[0]) :][:4] == start
-        entries = [
-            {"type": "LOG", "step": [1, step], "data": {"train.loss": loss + error}}
-            for step, loss in enumerate(losses[self_test.STEPS // 2 :])
-        ]
-        (tmp_path / "resumed.json").write_text("".join(f"DLLL {json.dumps(entry)}\n" for entry in entries))
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(self_test, "run", resume)
+    entries = [
+        {"type": "LOG", "step": [1, step], "data": {"train.loss": loss + error}}
+        for step, loss in enumerate(losses[self_test.STEPS // 2 :])
+    ]
+    lines = "".join(f"DLLL {json.dumps(entry)}\n" for entry in entries)
+    in_children(
+        "import json, os, sys\n[flags] = json.loads(sys.orig_argv[-1])\n"
+        f"start = ['--from-checkpoint', {str(tmp_path / 'first/Net')!r}, '--last-epoch-of-checkpoint', '0']\n"
+        "if flags[flags.index(start[0]) :][:4] != start:\n    os._exit(1)\n"
+        "with open(flags[flags.index('--report-file') + 1], 'w') as file:\n"
+        f"    file.write({lines!r})\n"
+        "os._exit(0)\n"
+    )
     first = self_test.Run("first", [], "paddle", "CPU", "")
-    assert self_test._resume(tmp_path, first, {"first": losses}).status == status
+    row = self_test._resume(tmp_path, first, {"first": losses})
+    assert row.status == status and row.detail.startswith("losses ")
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,13 @@ def test_each_precision_and_kind_of_kernels_is_tested_on_a_gpu():
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("gpu", 1), ("gpu", 2)])
 @pytest.mark.parametrize("missing", [None, "no compiler"])
-def test_every_check_has_a_row(monkeypatch, device, gpus, missing):
+def test_every_check_has_a_row(in_children, tmp_path, device, gpus, missing):
     """All child processes fail."""
-    commands = []
-
-    def run(arguments, cwd=ROOT, timeout_s=None, environment=None):
-        commands.append(arguments)
-        return SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nValueError: x\n")
-
-    monkeypatch.setattr(self_test, "run", run)
+    calls = tmp_path / "calls"
+    in_children(
+        f"import os, sys\nwith open({str(calls)!r}, 'a') as file:\n    print('call', file=file)\n"
+        "print('Traceback\\nValueError: x', file=sys.stderr, flush=True)\nos._exit(1)\n"
+    )
     rows = {row.what: row for row in self_test.checks(device, missing, gpus, ARITHMETIC)}
     runs = [run for group in self_test.plan(device, missing is None) for run in group]
     assert [(rows[run.what].detail, rows[run.what].remedy) for run in runs] == [
@@ -177,7 +175,7 @@ def test_every_check_has_a_row(monkeypatch, device, gpus, missing):
     assert rows["resume"].status == rows["export"].status == "no"
     assert rows["two processes"].status == ("note" if gpus == 1 else "no")
     assert ("custom kernels" in rows) == (missing is not None)
-    assert len(commands) == len(runs) + (gpus != 1)
+    assert len(calls.read_text().splitlines()) == len(runs) + (gpus != 1)
 
 
 def test_failed_check_gives_exit_code_1(monkeypatch, capsys, tmp_path):

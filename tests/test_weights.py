@@ -7,8 +7,6 @@ import pickle
 import re
 import sys
 from importlib import metadata
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -412,11 +410,18 @@ def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize(("files", "found"), [(None, False), (["a.pth"], True), (["a.pth", "b.pth"], False)])
-def test_file_of_package_must_be_unique(monkeypatch, files, found):
-    paths = files and [*map(Path, files), Path("__init__.py")]
-    distribution = SimpleNamespace(files=paths, locate_file=lambda path: Path("/site") / path)
-    monkeypatch.setattr(metadata, "distribution", lambda package: distribution)
-    assert published.installed_file("efficientnet-lite0") == (Path("/site/a.pth") if found else None)
+def test_file_of_package_must_be_unique(import_from, tmp_path, files, found):
+    """A package without a list of its files has been installed by a different program than pip."""
+    import_from(tmp_path)
+    package = published.PACKAGED["efficientnet-lite0"].package
+    info = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    if files:
+        (info / "RECORD").write_text("".join(f"{name},,\n" for name in [*files, "__init__.py"]))
+        for name in files:
+            (tmp_path / name).touch()
+    assert published.installed_file("efficientnet-lite0") == (tmp_path / "a.pth" if found else None)
 
 
 def test_imagenet_classes_have_names_and_wordnet_ids():

@@ -109,7 +109,13 @@ def remedy() -> str:
     found = gpu()
     if found is None:
         return "install a GPU build of Paddle (see docs/install.md)"
-    if found.capability < (9, 0):
+    return installation(found.capability)
+
+
+def installation(capability: tuple[int, int]) -> str:
+    """Return the remedy, for messages, that installs a build of Paddle for a GPU with this compute capability, which
+    must not be below LEAST_CAPABILITY."""
+    if capability < (9, 0):
         return f"install a GPU build with {replacement('2.6.2', shlex.quote(f'{SCRIPT}[gpu]'))}"
     command = replacement('"3.3.1 -i URL"', "paddlepaddle-gpu==3.3.1 -i URL")
     return f"install a GPU build with {command} (docs/install.md explains how to find URL)"

@@ -208,7 +208,13 @@ def resolve_precision(precision: str | None, device: str) -> str:
         if precision in ("float16", "bfloat16"):
             raise UsageError(f"--precision {precision}: requires a GPU; use --precision float32")
         return "float32"
-    major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
+    return precision_of_gpu(precision, paddle.device.cuda.get_device_capability(processes.local_gpu()))
+
+
+def precision_of_gpu(precision: str | None, capability: tuple[int, int]) -> str:
+    """Return the precision in which a checkpoint runs on a GPU with this compute capability. For `precision`, see
+    open_model. Raises UsageError if the GPU does not support the precision."""
+    major, minor = capability
     if precision == "bfloat16" and major < 8:
         raise UsageError(
             f"--precision bfloat16: requires compute capability 8.0, but this GPU has {major}.{minor}; use --precision "

@@ -18,6 +18,7 @@ from PIL import Image
 from webdataset import TarWriter
 
 from conftest import ROOT
+from helpers import without_permission
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes
 from paddle_resnet.data import root as root_module
@@ -408,13 +409,10 @@ def test_unreadable_file_of_data_set_is_reported(copy, data_format, name, make):
     assert name.partition("/")[0] in report.errors[0]
 
 
-def test_unlistable_folder_is_an_error(photos, tmp_path, monkeypatch):
-    def denied(path):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(os, "listdir", denied)
-    with pytest.raises(UsageError, match=f"{photos}: cannot be read \\(Permission denied\\)"):
-        open_split(photos)
+def test_unlistable_folder_is_an_error(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    with without_permission(root), pytest.raises(UsageError, match=f"{root}: cannot be read \\(Permission denied\\)"):
+        open_split(root)
 
 
 def write_list(root, *lines):

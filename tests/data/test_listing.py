@@ -13,6 +13,7 @@ import data_files
 import pytest
 from data_files import open_split
 
+from helpers import without_permission
 from paddle_resnet import dataset
 from paddle_resnet.data import classes, images, layout, manifest, skip_list
 from paddle_resnet.data.formats import FORMATS, RECORDS, SHARDED, filelist, folder, read_image, webdataset
@@ -629,7 +630,7 @@ def test_allowed_single_class_logs_a_warning(root, capsys):
     )
 
 
-def test_ignored_files_are_counted_by_kind_and_class(root, capsys, monkeypatch):
+def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
     for name in (
         "class0/a.gif",
         "class0/b.GIF",
@@ -659,18 +660,10 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys, monkeypatch):
     assert line == f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; {rule}"
     ignored = ["class0/a.gif", "class0/b.GIF", "class1/c.gif", "class1/notes", "class2/gone.heic", "class2/inner.jpg"]
     assert sorted(folder.ignored_files(root, Mode.EVAL)) == [f"val/{name}" for name in [*ignored, "top.jpg"]]
-    scandir = os.scandir
-
-    def deny(path):
-        if str(path).endswith("class1"):
-            raise PermissionError(13, "Permission denied")
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", deny)  # list_folder reports the error
-    assert [name for name in folder.ignored_files(root, Mode.EVAL) if "class2" in name] == [
-        "val/class2/gone.heic",
-        "val/class2/inner.jpg",
-    ]
+    with without_permission(root / "val/class1"):  # list_folder reports the error
+        ignored = folder.ignored_files(root, Mode.EVAL)
+    assert "val/class0/a.gif" in ignored and "val/class1/c.gif" not in ignored
+    assert [name for name in ignored if "class2" in name] == ["val/class2/gone.heic", "val/class2/inner.jpg"]
 
 
 def test_warning_about_ignored_files_lists_some_classes_and_kinds(capsys):
@@ -776,21 +769,20 @@ def test_several_ignored_entries_of_a_kind_are_plural(tmp_path, capsys):
         assert f" 2 {kind} (" in error
 
 
-def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, monkeypatch):
-    def fail(path):
-        raise PermissionError
-
+def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root):
     with pytest.raises(UsageError, match=r"val.txt: val/class0 is missing or not a regular file; remove the line"):
         filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", "val/class0"])
-    with monkeypatch.context() as patch:
-        patch.setattr(os.path, "isfile", None)  # for speed, each folder is listed once
+    with without_permission(root / "val/class0"):
         filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
-    monkeypatch.setattr(os, "scandir", fail)
+        with pytest.raises(
+            UsageError, match=r"val.txt: val/class0/x.jpg is missing or not a regular file; remove the line"
+        ):
+            filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", *(f"val/class0/{x}.jpg" for x in "zyx")])
+
+
+def test_folder_of_file_list_is_listed_once(root, monkeypatch):
+    monkeypatch.setattr(os.path, "isfile", None)
     filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
-    with pytest.raises(
-        UsageError, match=r"val.txt: val/class0/x.jpg is missing or not a regular file; remove the line"
-    ):
-        filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", *(f"val/class0/{x}.jpg" for x in "zyx")])
 
 
 def test_skip_list_restores_unusual_names(tmp_path):

@@ -1,5 +1,4 @@
 import json
-import sys
 
 import pytest
 
@@ -138,9 +137,9 @@ def test_damaged_metadata_is_ignored(tmp_path, metadata):
     assert parquet_files.columns(str(tmp_path / "a.parquet")) == parquet_files.Columns("image", "label", None)
 
 
-def test_missing_package_is_named_with_remedy(tmp_path, monkeypatch):
+def test_missing_package_is_named_with_remedy(tmp_path, uninstalled):
     (tmp_path / "a.parquet").write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    uninstalled("pyarrow")
     with pytest.raises(
         UsageError, match="a.parquet: requires the package pyarrow.*; run .*pip install -r requirements-parquet.txt"
     ):

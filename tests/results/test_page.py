@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import sqlite3
 import struct
@@ -27,10 +28,11 @@ from tensorboardX import SummaryWriter
 pytest.importorskip("jinja2")
 
 from conftest import ROOT, losses, read_report
+from helpers import without_permission
 from paddle_resnet import dataset, predict
 from paddle_resnet import report as report_command
 from paddle_resnet.data.images import Image as ListedImage
-from paddle_resnet.results import comparison, curves, page, reading
+from paddle_resnet.results import comparison, curves, lr_curve, page, reading
 from paddle_resnet.utils.errors import RunError, UsageError
 
 
@@ -519,19 +521,21 @@ def test_charts_of_a_training_run():
     assert all(re.search(r">0(\.0+)?<", svg) for svg in (ips, rate))
 
 
-def test_chart_of_lr_curve_omits_high_losses(monkeypatch):
-    losses, smoothed = [2.0, None, 1.0, 9.0], [2.0, 1.5, 1.0]
-    curve = SimpleNamespace(lr=[1, 2, 3, 4], loss=losses, smoothed=smoothed, limit=lambda: 2.0, steepest=2.4)
-    monkeypatch.setattr(page.lr_curve, "path", lambda folders: Path("lr_find.json"))
-    monkeypatch.setattr(page.lr_curve, "read", lambda path: curve)
-    series, mark = page._lr_curve(reading.Run(Path("report.json")))
-    steps = [(1, 2.0), (3, 1.0)]
-    assert series == [("steps", "faint", steps), ("smoothed", "train", [(1, 2.0), (2, 1.5), (3, 1.0)])]
-    assert mark == (2, 1.5, "--lr 2.4")
-    curve.steepest = None
-    assert page._lr_curve(reading.Run(Path("report.json"))) == (series, None)
-    del smoothed[1:]
-    assert page._lr_curve(reading.Run(Path("report.json"))) == ([], None)
+def test_chart_of_lr_curve_omits_high_losses(tmp_path):
+    steps = {"lr": [1, 2, 3, 4], "loss": [2.0, 9.0, 1.0, math.inf]}
+
+    def chart(smoothed, steepest=None):
+        results = {"smoothed": smoothed, "steepest": steepest, "minimum": steepest}
+        curve = lr_curve.Curve(**steps, **results, factor=1, ended_early=True, arguments={})
+        lr_curve.write(tmp_path / lr_curve.DATA, curve)
+        return page._lr_curve(reading.Run(tmp_path / "report.json"))
+
+    smoothed = [(1, 2.0), (2, 1.5), (3, 1.0)]
+    series = [("steps", "faint", [(1, 2.0), (3, 1.0)]), ("smoothed", "train", smoothed)]
+    assert chart([2.0, 1.5, 1.0], 2.4) == (series, (2, 1.5, "--lr 2.4"))
+    assert chart([2.0, 1.5, 1.0]) == (series, None)
+    steps = {"lr": [1, 2], "loss": [2.0, math.nan]}
+    assert chart([2.0]) == ([], None)
 
 
 def test_tables_of_earlier_versions_have_no_precision():
@@ -806,17 +810,17 @@ def test_docs_list_every_metric_of_a_report(trained):
     assert all(f"`{key}`" in text for key in entries[0])
 
 
-def test_failed_write_keeps_old_page(trained, tmp_path, monkeypatch):
-    def fail(self, *arguments, **options):
-        self.write_bytes(b"<html>")
-        raise OSError(28, "No space left on device")
-
+def test_failed_write_keeps_old_page(trained, tmp_path):
     folder = tmp_path / "pages"
     folder.mkdir()
     (folder / "page.html").write_text("old")
-    monkeypatch.setattr(page.Path, "write_text", fail)
-    with pytest.raises(RunError, match=r"page.html: cannot be written \(No space left on device\)"):
-        page.write(folder / "page.html", trained / "report.json")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # like a full disk
+    try:
+        with pytest.raises(RunError, match=r"page.html: cannot be written \(File too large\)"):
+            page.write(folder / "page.html", trained / "report.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in folder.iterdir()] == ["page.html"]
     assert (folder / "page.html").read_text() == "old"
 
@@ -947,7 +951,7 @@ def test_field_that_violates_schema_is_reported(trained, tmp_path, line, name, v
     assert str(e.value).startswith(f"{tmp_path}/report.json: not a report written by train.py ({message}")
 
 
-def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
+def test_unusable_table_is_reported(trained, tmp_path):
     shutil.copy(trained / "report.json", tmp_path)
     table = tmp_path / "report.classes.csv"
     table.write_text("label,images,correct,top1\n0,1,1,1.0\n")
@@ -959,12 +963,8 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
     table.write_text("label,class,images,correct,top1\n0,a,1,1,1.0\n1,b,-1,0,\n")
     with pytest.raises(UsageError, match="line 3, images is '-1'"):
         run.rows("classes.csv")
-
-    def fail(*args):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(reading.files, "open_regular", fail)
-    with pytest.raises(UsageError, match=f"^{table}: cannot be read .Permission denied.; make it readable, or delete"):
+    message = f"^{table}: cannot be read .Permission denied.; make it readable, or delete"
+    with without_permission(table), pytest.raises(UsageError, match=message):
         run.rows("classes.csv")
 
 

@@ -236,8 +236,10 @@ def test_model_without_captured_steps(dtype, layout):
 
 
 @pytest.fixture
-def sessions(monkeypatch):
-    """Replace onnxruntime, and return a list to which the arguments of each session are added."""
+def runtime(monkeypatch):
+    """Replace onnxruntime by a namespace with the functions that load_onnx calls, in which the content of a file is the
+    description of the network. Its list `available` contains the available providers, and the arguments of each session
+    are added to its list `opened`."""
 
     class Options(dict):
         add_session_config_entry = dict.__setitem__
@@ -248,19 +250,18 @@ def sessions(monkeypatch):
             self._text = data.decode()
 
         def get_modelmeta(self):
-            return SimpleNamespace(custom_metadata_map={inference.onnx_writer.METADATA: self._text})
+            metadata = {inference.onnx_writer.METADATA: self._text} if self._text else {}
+            return SimpleNamespace(custom_metadata_map=metadata)
 
         def run(self, names, inputs):
             assert names is None
             return probabilities(inputs["images"])
 
-    opened = []
-    available = ["CPUExecutionProvider", "CUDAExecutionProvider", "Other"]
-    runtime = SimpleNamespace(
-        get_available_providers=lambda: available, SessionOptions=Options, InferenceSession=Session
-    )
+    opened, runtime = [], SimpleNamespace(SessionOptions=Options, InferenceSession=Session)
+    runtime.opened, runtime.available = opened, ["CPUExecutionProvider", "CUDAExecutionProvider", "Other"]
+    runtime.get_available_providers = lambda: runtime.available
     monkeypatch.setattr(inference.onnx_writer, "require", {"onnxruntime": runtime}.__getitem__)
-    return opened
+    return runtime
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def sessions(monkeypatch):
         ({"int8": {"weight_bits": 8}}, "int8", [{}, {"session.x64quantprecision": "1"}]),
     ],
 )
-def test_session_of_onnxruntime(sessions, changes, precision, options):
+def test_session_of_onnxruntime(runtime, changes, precision, options):
     for device, providers in (
         ("cpu", ["CPUExecutionProvider"]),
         ("gpu", ["CUDAExecutionProvider", "CPUExecutionProvider"]),
@@ -282,24 +283,21 @@ def test_session_of_onnxruntime(sessions, changes, precision, options):
         assert (model.engine, model.precision) == ("onnxruntime", precision)
         images = np.random.default_rng(0).random((2, 3, 1, 2), np.float32)
         np.testing.assert_array_equal(model.run(images), *probabilities(images))
-        assert sessions == [(option, providers) for option in options]
-        sessions.clear()
+        assert runtime.opened == [(option, providers) for option in options]
+        runtime.opened.clear()
 
 
-def test_onnx_file_without_description_is_an_error(sessions, monkeypatch):
-    session = inference.onnx_writer.require("onnxruntime").InferenceSession
-    monkeypatch.setattr(session, "get_modelmeta", lambda self: SimpleNamespace(custom_metadata_map={}))
+def test_onnx_file_without_description_is_an_error(runtime):
     with pytest.raises(
         UsageError, match=r"^x.onnx: not a valid description of a network \(Expecting value: .*; export"
     ):
         inference.load_onnx(b"", "x.onnx", "cpu")
 
 
-def test_session_without_gpu_uses_the_cpu(sessions, monkeypatch):
-    runtime = inference.onnx_writer.require("onnxruntime")
-    monkeypatch.setattr(runtime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+def test_session_without_gpu_uses_the_cpu(runtime):
+    runtime.available.remove("CUDAExecutionProvider")
     inference.load_onnx(json.dumps(DESCRIPTION).encode(), "x.onnx", "gpu")
-    assert sessions == [({}, ["CPUExecutionProvider"])]
+    assert runtime.opened == [({}, ["CPUExecutionProvider"])]
 
 
 @pytest.mark.parametrize(
@@ -346,15 +344,13 @@ def test_precision_of_description(precision, is_valid):
     ("capability", "default", "bfloat16"),
     [((6, 1), "float32", False), ((7, 0), "float16", False), ((8, 0), "float16", True)],
 )
-def test_precision_depends_on_compute_capability(monkeypatch, environment, capability, default, bfloat16):
-    environment(FLAGS_selected_gpus=3)
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {3: capability}.get)
-    assert inference.resolve_precision(None, "gpu") == default
-    assert inference.resolve_precision("float32", "gpu") == "float32"
-    assert inference.resolve_precision("float16", "gpu") == "float16"
+def test_precision_depends_on_compute_capability(capability, default, bfloat16):
+    assert inference.precision_of_gpu(None, capability) == default
+    assert inference.precision_of_gpu("float32", capability) == "float32"
+    assert inference.precision_of_gpu("float16", capability) == "float16"
     problem = "requires compute capability 8.0, but this GPU has {}.{}; use --precision float16".format(*capability)
     with nullcontext() if bfloat16 else pytest.raises(UsageError, match=f"^--precision bfloat16: {problem}$"):
-        assert inference.resolve_precision("bfloat16", "gpu") == "bfloat16"
+        assert inference.precision_of_gpu("bfloat16", capability) == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -388,15 +384,13 @@ def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypa
 
 
 @pytest.mark.parametrize("name", ["onnx", "onnxruntime"])
-def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, monkeypatch, capsys, name):
-    def missing(package):
-        if package == name:
-            raise UsageError(f"{package}: not installed")
-
-    monkeypatch.setattr(inference.onnx_writer, "require", missing)
+def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, uninstalled, capsys, name):
+    if name == "onnxruntime":
+        pytest.importorskip("onnx")
+    uninstalled(name)
     model = inference.open_checkpoint(checkpoint, "cpu")
     assert (model.engine, model.precision) == ("Executor", "float32")
     assert (
-        f"onnxruntime: not used, although onnxruntime is faster than Paddle on a CPU: {name}: not"
+        f"onnxruntime: not used, although onnxruntime is faster than Paddle on a CPU: {name}: cannot be imported"
         in capsys.readouterr().err
     )
