@@ -10,7 +10,7 @@ from paddle import static
 
 from conftest import NHWC, frozen, phase, read_report
 from helpers import build, random_batches, variable
-from paddle_resnet import dali, models, program
+from paddle_resnet import dali, program
 from paddle_resnet.checkpoints import replicas
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.data import iterators
