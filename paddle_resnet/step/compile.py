@@ -11,7 +11,6 @@ from paddle import static
 
 from paddle_resnet import graph
 from paddle_resnet.components import accumulation, optimizer, precision
-from paddle_resnet.graph.index import Graph
 from paddle_resnet.job import processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import table
@@ -22,9 +21,10 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
 
-# Attributes of BuildStrategy that enable fused operators and gradient sums in place for training on a GPU. Not every
-# Paddle version has all of these attributes.
-FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
+# Attributes of BuildStrategy that enable fused operators and gradient sums in place for training on a GPU.
+# `fuse_elewise_add_act_ops` is not among them, because it changes results
+# (findings/paddle_fused_additions_change_results.sh).
+FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "enable_addto")
 # Operators that use oneDNN on a CPU in NCHW. With Paddle's own depthwise convolutions, a training step of
 # EfficientNet_Lite0 takes five times as long (1.71 instead of 0.34 s of CPU time with 16 images of 64 px; n = 5).
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
@@ -35,8 +35,6 @@ class Options:
     """The flags that determine a compiled step; see `train.py --help all`."""
 
     accumulate_steps: int
-    amp: bool
-    amp_dtype: str
     cuda_graph: bool
     data_layout: str
     device: str
@@ -98,12 +96,8 @@ def build_strategy(options: Options, is_train: bool) -> Any:
     processes.check_resolved(options.device)
     strategy = static.BuildStrategy()
     if options.device == "gpu" and is_train:
-        # The operator that fuses addition and activation has no bfloat16 kernel, so its fusion is not enabled in
-        # bfloat16. The BN fusion passes can stay enabled, because they skip bfloat16 operators.
-        is_bfloat16 = options.amp and options.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
-            if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
-                setattr(strategy, name, True)
+            setattr(strategy, name, True)
     return strategy
 
 
@@ -150,9 +144,6 @@ def _compile(options, source, is_train, change=lambda program: None):
     if options.device == "gpu":
         _warn_of_depthwise(options.kernels, fusion.paddle_depthwise(program))
     strategy = build_strategy(options, is_train)
-    index = Graph(program)
-    if any(_is_fused_wrongly(index, op) for op in index.block.ops):
-        strategy.fuse_elewise_add_act_ops = False
     compiled = _traced(options, CompiledStep(program, strategy, source, place), is_train)
     if options.kernels == "native":
         untested = cuda_graph.untested_operators(program, options.cuda_graph, options.has_explicit_graph)
@@ -188,21 +179,6 @@ def _use_onednn(program):
             # Use conv2d instead of Paddle's depthwise operator, which multiplies one small matrix per channel.
             graph.set_type(op, op.type.removeprefix("depthwise_"))
             graph.set_attr(op, "use_mkldnn", True)
-
-
-def _is_fused_wrongly(index, op):
-    """Return whether Paddle's fused addition and activation might compute wrong results for an operator.
-
-    If one operand is broadcast over the batch, such as a convolution bias [1, C, 1, 1], the fused operator processes
-    only one image and leaves the results of all other images uninitialized. If it replaces a `scale` operator before or
-    after the addition, it ignores the bias and the scale tensor of `scale` (2.6.2)."""
-    if op.type != "elementwise_add":
-        return False
-    x, y = index.variables(op, "X", "Y").values()
-    is_broadcast = y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
-    neighbors = [index.producers.get(x.name), index.producers.get(y.name), *index.readers.get(op.output("Out")[0], [])]
-    scales = [other for other in neighbors if other is not None and other.type == "scale"]
-    return is_broadcast or any(scale.attr("bias") or scale.input("ScaleTensor") for scale in scales)
 
 
 @functools.cache  # warn only once, although both the training and the evaluation program contain these layers
