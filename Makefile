@@ -78,7 +78,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(if $(findstring ==3,$(PADDLE_WORDS)),,$(BIN)/basedpyright --pythonpath $(BIN)/python)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow"
 
 clean:
 	rm -rf .venv data/digits output/digits

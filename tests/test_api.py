@@ -67,6 +67,7 @@ print("images", metrics["images"])
 """
 
 
+@pytest.mark.slow
 def test_example_with_imports_of_checkout_runs(photos):
     flags = ["--model-arch-name", "ResNet18", "--crop-size", "32", "--batch-size", "8", "--device", "cpu"]
     command = [sys.executable, "-c", EXAMPLE, "--image-root", str(photos), *flags]
@@ -112,6 +113,7 @@ def test_public_functions_resolve_flags_and_start_fleet(flags):
     assert program.start(args).lr == 0.5 and resolved.lr != 0.5
 
 
+@pytest.mark.slow
 def test_run_accepts_any_iterable_of_batches(flags):
     """Training with a loader and training with an iterable over NumPy copies of its batches have the same losses."""
     args = config.parse_args(flags)
@@ -267,6 +269,7 @@ def test_dali_iterator_of_user_trains_on_gpu(flags, photos, auto_reset):
 PAGE = (ROOT / "docs/api.md").read_text()
 
 
+@pytest.mark.slow
 def test_programs_of_api_page_run(photos, checkpoint, tmp_path, work_in, capsys):
     """The programs run in the order in which they appear on the page, with a tiny network and tiny images."""
     work_in(tmp_path)

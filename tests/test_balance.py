@@ -218,6 +218,7 @@ def test_undecodable_image_is_reported_with_balanced_sampling(parse, imbalanced,
             epoch(balanced_loader(parse, tmp_path))
 
 
+@pytest.mark.slow
 def test_balanced_run_resumes_exactly_within_epoch(losses_with_a_resume, imbalanced, tmp_path):
     flags = ["--class-weights", "balanced", "--balanced-sampling", "--mixup", "0.2", "--epochs", "2"]
     flags += ["--print-interval", "1", "--batch-size", "4"]

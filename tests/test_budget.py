@@ -191,6 +191,7 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
     assert run_folders.newest(tmp_path / "output/Tiny").name == str(epochs - 1)
 
 
+@pytest.mark.slow
 def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
     """The measurement must not change variables, random numbers, image order or learning rate."""
     flags = ["--ema", "0.9", "--dropout", "0.3", "--mixup", "0.2", "--accumulate-steps", "2"]
@@ -290,6 +291,7 @@ def test_only_new_training_runs_choose(changes, epoch, step, expected):
         assert budget.is_needed(SimpleNamespace(**values), checkpoint) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_captured_run_is_identical_to_run_with_chosen_epochs(run, fake, chooses_two):
     flags = [*NHWC, "--kernels", "native"]
@@ -310,6 +312,7 @@ def test_warning_about_captured_step_is_shown_during_measurement(run, fake, choo
     assert output.out.count(" train  loss ") == 2 * (3 + 1) + 1  # the steps and epochs of the run, and a summary
 
 
+@pytest.mark.slow
 def test_run_stopped_during_measurement_starts_again(run, chooses_two, stop_before, tmp_path):
     stop_before(train_step=1)
     assert run("--budget-minutes", 1, "--resume")[0] == 75
@@ -353,6 +356,7 @@ def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch, 
     assert "no other number of epochs is closer" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stages_are_measured_with_their_own_images(run, chooses_two, monkeypatch, capsys):
     """Regression test: all stages were measured with images of --image-shape, so a run with --sizes failed. The
     stages share all variables, which the measurement must not change."""

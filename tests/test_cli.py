@@ -90,6 +90,7 @@ def test_command_exits_with_its_code(run):
     assert run("models", "no_network").returncode == 2
 
 
+@pytest.mark.slow
 def test_remedy_of_installed_command_works_as_typed(run, photos, tmp_path):
     """The first command fails, and its error contains a command that succeeds."""
     (tmp_path / "photos").symlink_to(photos / "train")

@@ -134,6 +134,7 @@ def test_documented_train_commands_parse(page, work_in):
             config.parse_args([word for word in shlex.split(flags) if word not in ("...", "...'")])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 def test_data_of_each_origin(tmp_path, work_in):
     """The commands in the first section of docs/data.md write data sets with the labels of their sources."""

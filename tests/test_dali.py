@@ -576,6 +576,7 @@ def test_invalid_header_is_detected_before_decoding(parse, photos, tmp_path, mod
 
 
 # Evaluation uses a different decoding operator than training.
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", [pytest.param("train_only", marks=pytest.mark.soak), "eval_only"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_undecodable_image_in_large_batch_stops_the_run(run_bare, tmp_path, capfd, scope, device):
@@ -859,6 +860,7 @@ def augmented():
     return augmented
 
 
+@pytest.mark.slow
 def test_trivial_augment_draws_operation_magnitude_and_sign_independently(without_flips, augmented):
     pixels = random_image(32, 20, 230)
     suite = trivial_augment.get_trivial_augment_wide_suite()

@@ -31,6 +31,7 @@ def sample(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_sample_has_ten_classes_in_two_splits(sample):
     classes = [str(label) for label in range(10)]
     for name, count in (("train", 1438), ("val", 359)):

@@ -68,6 +68,7 @@ def examine(monkeypatch, tmp_path):
     return examine
 
 
+@pytest.mark.slow
 def test_doctor_prints_table_and_exits_by_status(examine, facts, capsys, tmp_path):
     assert doctor.main(["--output-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out

@@ -49,6 +49,7 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_flags_that_a_network_trained_with_qat_does_not_support(trained, photos, tmp_path):
     """tests/components/test_quantization.py tests the exports that are supported for networks trained with --qat."""
     checkpoint, _ = trained("--qat")
@@ -212,6 +213,7 @@ def run_python_of_card(folder, image, *packages):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uint8", [False, True])
 def test_code_of_the_model_card_loads_each_network(checkpoint, photo_paths, tmp_path, work_in, import_from, uint8):
     pytest.importorskip("onnxruntime")

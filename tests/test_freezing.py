@@ -189,6 +189,7 @@ UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.
 UNFREEZE += ["--lookahead", "2,0.5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newest", ["0_1", "0", pytest.param("1_1", marks=pytest.mark.soak)])
 def test_resume_in_either_phase_is_bit_identical(one_block, losses_with_a_resume, fake, newest):
     """Steps are captured. The first phase ends after the first epoch, with the checkpoint 0."""
@@ -199,6 +200,7 @@ def test_resume_in_either_phase_is_bit_identical(one_block, losses_with_a_resume
     assert actual == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 def test_gradients_of_unfrozen_layers_are_accumulated(one_block, losses_with_a_resume, kernels):
     """Regression test: the sums of the gradients of frozen layers were not initialized, so the run failed at
@@ -229,6 +231,7 @@ def test_startup_program_of_later_stage_initializes_only_new_variables():
     assert variable("new").any()
 
 
+@pytest.mark.slow
 def test_frozen_phase_keeps_pretrained_weights(one_block, run_train, checkpoint, tmp_path, capsys):
     flags = ["--from-pretrained-params", checkpoint, "--epochs", "2", *UNFREEZE]
     assert run_train(*flags)[0] == 0
@@ -250,6 +253,7 @@ def test_frozen_phase_keeps_pretrained_weights(one_block, run_train, checkpoint,
     assert "--freeze stem (was all-but-classifier)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["--kernels", "native", *NHWC]], ids=["NCHW", "NHWC"])
 def test_frozen_layers_are_pruned_and_remain_sparse(one_block, run_train, checkpoint, tmp_path, layout):
     """Layers that are frozen at first have masks, so that they remain sparse after --unfreeze-at and in later runs."""
@@ -311,6 +315,7 @@ def test_two_processes_train_the_same_network_with_frozen_layers(launch, accumul
         np.testing.assert_array_equal(parameters[0][name], parameters[1][name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_run_too_short_for_bn_momentum_warns_with_a_value_that_fits(one_block, run_train, capsys):
     """Regression test: the validation top1 of a short run stayed at chance, although it trained well."""
 

@@ -32,6 +32,7 @@ def checkout(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_wheel_contains_only_the_package(checkout):
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, check=True)

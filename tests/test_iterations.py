@@ -70,6 +70,7 @@ STOPS += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "kernels"), STOPS, ids=str)
 def test_losses_after_stop_match_uninterrupted_run(run_train, once, stop_before, tmp_path, stop, kernels):
     flags = [*SEVEN, *NHWC, "--kernels", kernels, "--lr-scheduler", "Poly", "--warmup-epochs", "2"]
@@ -94,6 +95,7 @@ def test_losses_after_stop_match_uninterrupted_run(run_train, once, stop_before,
     assert {"1_1", "2_1"} <= {*folders_of(tmp_path, "stopped")}
 
 
+@pytest.mark.slow
 def test_larger_num_iter_resumes_inside_the_epoch(run_train, tmp_path):
     flags = [*STEPS, "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "2"]
     _, expected = run_train(*flags, "--num-iter", "5", "--output-dir", tmp_path / "a")
@@ -289,6 +291,7 @@ def test_flags_incompatible_with_iter_unit_are_errors(run_train, capsys, flags, 
     assert_one_error(capsys.readouterr().err, [message])
 
 
+@pytest.mark.slow
 def test_checkpoint_within_an_epoch_is_exported_if_bn_statistics_are_averaged(run_train, photos, tmp_path):
     every = ["--eval-interval", "2", "--save-interval", "1", "--keep-checkpoints", "9"]
     assert run_train(*STEPS, "--num-iter", "2", *every)[0] == 0

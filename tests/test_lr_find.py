@@ -129,6 +129,7 @@ def test_divergence_is_that_of_a_running_mean(steps, window):
     assert diverged == i < 300
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_training_with_same_rates(find, run_train, monkeypatch):
     """An epoch has four batches. With an odd number of batches, training would drop the last batch, but the finder
     would use it."""
@@ -145,6 +146,7 @@ def test_losses_are_those_of_training_with_same_rates(find, run_train, monkeypat
     assert trained == curve.loss[: len(trained)] and len(trained) == 3 * 2
 
 
+@pytest.mark.slow
 def test_files_are_written_before_any_run_and_suggestion_is_printed(find, run_train, tmp_path, capsys):
     code, curve = find("--to-lr", 1, "--print-interval", 5, draws=True)
     assert code == 0
@@ -298,6 +300,7 @@ def test_curve_that_does_not_fall_has_no_suggestion(find, capsys):
     )
 
 
+@pytest.mark.slow
 def test_run_in_same_folder_is_not_affected(find, run_train, tmp_path):
     flags = ["--print-interval", 1, "--ema", "0.9"]
     assert run_train("--epochs", 1, *flags, "--output-dir", tmp_path / "search")[0] == 0
@@ -309,6 +312,7 @@ def test_run_in_same_folder_is_not_affected(find, run_train, tmp_path):
     assert code == 0 and (1, "val") in losses(report)
 
 
+@pytest.mark.slow
 def test_pretrained_and_frozen_network_is_searched(find, checkpoint):
     start = ["--from-pretrained-params", checkpoint, "--freeze", "all-but-classifier"]
     _, frozen = find(*start, "--overwrite")
@@ -326,6 +330,7 @@ def test_recipe_is_chosen_as_in_training(find):
     assert curve.arguments["color_jitter"] == 0.2 and curve.arguments["weight_decay"] == 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_steps_are_captured_as_in_training(find, fake):
     flags = [*NHWC, "--kernels", "native", "--to-lr", 1]
@@ -377,6 +382,7 @@ def test_rates_of_several_processes_are_multiplied(shard):
     assert schedule.last_lr == pytest.approx(80)
 
 
+@pytest.mark.slow
 def test_suggestion_states_factor_of_training(tmp_path, capsys, shard):
     """A curve that is still falling at the highest rate causes a warning."""
     args = config.parse_args(tiny("--image-root", "DATA", "--output-dir", tmp_path, "--accumulate-steps", "2"))
@@ -532,6 +538,7 @@ def curve_file(path, **changes):
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.slow
 def test_page_shows_curve_of_run_folder(run_train, tmp_path, capsys):
     """The curve is next to the report or, if the report is elsewhere, next to the checkpoints."""
     assert run_train("--run-scope", "train_only")[0] == 0

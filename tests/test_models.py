@@ -81,6 +81,7 @@ def float64():
     paddle.set_default_dtype("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("NCHW", marks=pytest.mark.soak), "NHWC"])
 @pytest.mark.parametrize(
     ("arch", "vision_name", "parameters"),  # 3 parameters per ConvBN, 4 per squeeze-and-excitation, 2 per Linear

@@ -102,6 +102,7 @@ def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags
     assert not (tmp_path / "report.confusion.csv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [*RECIPES.values()][1:], ids=[*RECIPES][1:])
 def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, data, tmp_path, flags):
     flags = [*FLAGS, *flags, "--epochs", "2"]
@@ -129,6 +130,7 @@ def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
     assert [float(row["threshold"]) for row in table] == pytest.approx(thresholds, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     flags = ["--report-html", tmp_path / "page.html", "--lr", "1e-6"]
     (tmp_path / "report.confusion.csv").write_text("label,predicted,images,class,predicted_class\n0,1,9,old,old\n")
@@ -291,6 +293,7 @@ def test_bad_image_can_be_skipped_as_the_error_says(run_train, tmp_path, capsys,
     assert run_train(*FLAGS, *flags, image_root=root)[0] == 0
 
 
+@pytest.mark.slow
 def test_job_evaluates_like_single_process(launch, run_train, register, data, tmp_path):
     """The two processes of the job have 7 and 6 of the 13 validation images."""
     trained, _ = launch(2, *FLAGS, "--image-root", data, "--predictions", tmp_path / "trained.csv")
@@ -361,6 +364,7 @@ def run_script(folder, image):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_export_computes_independent_probabilities(trained, data, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder, _ = trained
@@ -407,6 +411,7 @@ def test_verify_compares_labels_losses_and_map(trained, data):
             verification.check_agreement("engine", score | changes, "reference", score, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "folders", pytest.param("numbers", marks=pytest.mark.soak)])
 def test_int8_export_is_calibrated_and_verified(trained, data, tmp_path, capsys, kind):
     """With class folders, images without a class are missing: 3 of the training images."""
@@ -420,6 +425,7 @@ def test_int8_export_is_calibrated_and_verified(trained, data, tmp_path, capsys,
     assert f"ranges from {count} of {count} training images\n" in out and out.count("mAP") == 4
 
 
+@pytest.mark.slow
 def test_export_after_qat(train, data, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     assert train("--qat", "--epochs", "2")[0] == 0
@@ -446,6 +452,7 @@ def test_program_interface_has_float_labels():
         assert feeds["label"].shape == (-1, 4) and feeds["label"].dtype == paddle.float32
 
 
+@pytest.mark.slow
 def test_commands_of_page_run(tmp_path, work_in, capsys):
     """The commands of docs/multilabel.md, in this process and with a small network."""
     page = (ROOT / "docs/multilabel.md").read_text()

@@ -481,6 +481,7 @@ def closed_stdout():
         yield
 
 
+@pytest.mark.slow
 def test_csv_with_json_requires_that_stdout_is_read(exported, val_images, tmp_path, capsys):
     """If closing stdout were not an error, `... | head -1` would end the command without a message and without the
     file."""
@@ -500,6 +501,7 @@ def test_closed_pipe_ends_csv_silently(exported, val_images, capsys):
     assert "error" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_closed_pipe_ends_predictions_of_paths_on_stdin_silently(exported, val_images):
     command = [sys.executable, "-m", "paddle_resnet.predict", exported, "-", "--device", "cpu"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -104,6 +104,7 @@ def assert_same_gradients(actual, expected):
         np.testing.assert_allclose(actual[name], gradient, atol=2e-4 * np.abs(gradient).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_nhwc_gradients_and_losses_match_nchw(parse):
     batches = random_batches(4, batch=32)
     nhwc = [(images.transpose(0, 2, 3, 1).copy(), labels) for images, labels in batches]
@@ -285,6 +286,7 @@ def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse)
         np.testing.assert_array_equal(variable(name), value)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_batch_size(parse, photos):
     results = []
     for batch_size in (7, 32, 64):
@@ -907,6 +909,7 @@ def test_fused_operators_are_counted(parse, monkeypatch):
     assert np.isfinite(loss)
 
 
+@pytest.mark.slow
 def test_batch_may_contain_additional_feeds(parse, monkeypatch):
     """The additional feed contains target probabilities (soft labels), which replace the labels in the loss
     function."""

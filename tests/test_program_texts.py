@@ -62,6 +62,7 @@ def test_missing_texts_are_reported(tmp_path, main):
     assert program_texts.compare(tmp_path / "before", tmp_path / "after", None, []) == 1
 
 
+@pytest.mark.slow
 def test_texts_of_all_programs_of_two_ranks_are_written(tmp_path):
     """This set of flags includes mixed precision and accumulation."""
     script = [sys.executable, "tests/program_texts.py"]

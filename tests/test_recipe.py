@@ -242,6 +242,7 @@ def test_resumed_run_keeps_its_network():
     assert (s.optimizer, s.sizes, s.crop_size) == ("AdamW", None, 224)
 
 
+@pytest.mark.slow
 def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeypatch):
     flags = ["--config", ROOT / "configs/photos.yaml", "--model-arch-name", "Tiny", "--crop-size", 32]
     assert run_bare(*flags)[0] == 0
@@ -365,6 +366,7 @@ def test_split_of_five_images(run_bare, photos, tmp_path):
     assert run_bare(*flags, image_root=root)[0] == 0
 
 
+@pytest.mark.slow
 def test_recipe_has_no_effect_on_a_resumed_run(run_train, photos, capfd):
     no_effect = "--choose-recipe: has no effect, because a resumed run uses the recorded values"
     for flags, is_warned in ([], False), (["--epochs", 2, "--resume", "--choose-recipe"], True):

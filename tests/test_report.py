@@ -16,6 +16,7 @@ def own_network(tmp_path, monkeypatch, run_train):
     return html
 
 
+@pytest.mark.slow
 def test_page_runs_a_file_only_if_a_flag_names_it(own_network, tmp_path, capsys):
     assert 'alt="heat map of' in own_network.read_text()
     (tmp_path / "net.py").write_text(f"{NETWORK_EXAMPLE}\nopen('executed', 'w').close()\n")
@@ -29,6 +30,7 @@ def test_page_runs_a_file_only_if_a_flag_names_it(own_network, tmp_path, capsys)
     assert again.read_text() == own_network.read_text()
 
 
+@pytest.mark.slow
 def test_page_has_no_heat_maps_of_a_later_run(run_train, tmp_path):
     """A later run in the same folder has replaced the checkpoint, and its network can have fewer classes."""
     first, again = tmp_path / "first.html", tmp_path / "again.html"

@@ -137,6 +137,7 @@ def test_printed_command_evaluates_best_checkpoint_and_keeps_report(run_train, t
     assert read_report(tmp_path / "report.json") == entries
 
 
+@pytest.mark.slow
 def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, capsys):
     kept = tmp_path / "kept.json"
     flags = ["--report-file", kept, "--batch-size", "15"]
@@ -372,6 +373,7 @@ def test_unreadable_report_is_an_error():
         replaced("/proc/self/mem", Path("output/Tiny"), resume=False)
 
 
+@pytest.mark.slow
 def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys):
     folder, default = tmp_path / "output/Tiny", ["--report-file", "None", "--batch-size", "15"]
     assert run_train(*default, "--dry-run")[0] == 0

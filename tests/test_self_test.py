@@ -68,6 +68,7 @@ def test_random_changes_of_images_have_no_effect(data):
         assert pixels.shape == (32, 32, 3) and (pixels == pixels[:, ::-1]).all()
 
 
+@pytest.mark.slow
 def test_failed_run_does_not_stop_the_others(data):
     """A child process trains the runs after the failed one. The runs before and after it, which include custom kernels
     if they can be built, have the recorded losses."""

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_block")
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "choose_recipe" not in path.read_text()]
 
 
+@pytest.mark.slow
 def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
     code, report = run_train("--epochs", "2")
     assert code == 0
@@ -56,6 +57,7 @@ def test_seed_determines_initial_weights(run_train, tmp_path):
     assert np.any(weights[0] != weights[2])
 
 
+@pytest.mark.slow
 def test_evaluation_is_equal_in_every_format(run_train, converted, checkpoint, capsys):
     expected = contents.read_meta(checkpoint)["evaluated"]
     explicit = [("recordio", ["--data-format", "recordio"])]
@@ -140,6 +142,7 @@ def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
     assert f"warning: --num-of-class 5: exceeds the 3 classes in {photos}; reduce it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--epochs", "2"]
     code, report = run_train(*flags)
@@ -387,6 +390,7 @@ def test_unknown_yaml_key_exits_with_code_2(run_train, tmp_path, capsys):
     assert_one_error(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
 
 
+@pytest.mark.slow
 def test_process_exits_with_code_2_on_invalid_flag(train_process):
     assert train_process("--help").returncode == 0
     rejected = train_process("--image-root", "/nowhere", "--data-layout", "HWNC")
@@ -395,6 +399,7 @@ def test_process_exits_with_code_2_on_invalid_flag(train_process):
     assert_one_error(rejected.stderr, ["--data-layout", "HWNC", "NHWC"])
 
 
+@pytest.mark.slow
 def test_print_config_output_is_a_valid_config_file(tmp_path, capsys):
     def printed(*flags):
         assert train.main([*map(str, flags), "--print-config"]) == 0

@@ -99,6 +99,7 @@ def table(path):
     )
 
 
+@pytest.mark.slow
 def test_training_evaluation_prediction_and_export(run_train, roots, tmp_path, capsys):
     root = roots / "plain"
     flags = ["--lr", "0.2", "--tta", "flip", "--predictions", tmp_path / "trained.csv"]
@@ -138,6 +139,7 @@ def test_training_evaluation_prediction_and_export(run_train, roots, tmp_path, c
     assert (code, report[0]["data"]["tta"]) == (0, "flip")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_captured_step_has_same_results(run_train, checkpoint, fake):
     scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--tta", "flip", "--batch-size", "4"]

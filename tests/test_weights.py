@@ -178,6 +178,7 @@ def some_images(tmp_path):
     return tmp_path / "some"
 
 
+@pytest.mark.slow
 def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare, tmp_path, capsys):
     """The network always predicts label 701, which is the class "parachute". Of the other two classes of the data set,
     label 0 has the fifth highest probability, and label 1 the sixth highest."""
@@ -348,6 +349,7 @@ def test_ema_weights_are_preferred(small, tmp_path, capsys, keys, says):
     np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
 
 
+@pytest.mark.slow
 def test_backbone_without_classifier_can_be_fine_tuned(small, run_bare, tmp_path, capsys):
     path, out = tmp_path / "backbone.pdparams", tmp_path / "out"
     state = {name: array for name, array in tensors().items() if not name.startswith("fc.")}

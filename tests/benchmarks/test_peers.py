@@ -39,6 +39,7 @@ def test_benchmark_command_uses_known_flags(environment, tmp_path, task):
         assert (flags.image_root, flags.dali_num_threads) == ("photos", 3)
 
 
+@pytest.mark.slow
 def test_measurement_reads_report_or_error(run_train, tmp_path):
     """Read the report of a real benchmark, and the error message of a failed run."""
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1", "--run-scope", "train_only"]

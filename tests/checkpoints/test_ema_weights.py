@@ -42,6 +42,7 @@ def results(report, step=()):
     return {name: phase(report, list(step), "val.")[name] for name in RESULTS}
 
 
+@pytest.mark.slow
 def test_ema_does_not_change_training_losses(run_train, averaged):
     code, report = run_train(*FLAGS)
     assert code == 0
@@ -83,6 +84,7 @@ def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsy
     export.export(folder, tmp_path / "export", verify=photos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [pytest.param("paddle", marks=pytest.mark.soak), "native"])
 @pytest.mark.parametrize(
     "stop", [{"train_step": 4}, {"eval_step": 1}, pytest.param({"train_step": 6}, marks=pytest.mark.soak)]

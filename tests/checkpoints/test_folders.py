@@ -265,6 +265,7 @@ def commit_in_a_child(root, form, fatal):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rename", "marker"])
 def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
     results = set()

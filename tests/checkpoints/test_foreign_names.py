@@ -81,6 +81,7 @@ def logits(arch, params, images):
         return static.Executor().run(main, {"data": images.astype("float64")}, [out])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "vision", "classifier"),
     [

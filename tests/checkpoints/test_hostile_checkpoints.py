@@ -440,6 +440,7 @@ DAMAGED_STATES = {
 NAMES_IN_STATES = (b"_size", b"_counter_per_gpu", b"epoch_idx", b"iter")
 
 
+@pytest.mark.slow
 def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, capsys):
     """The checksum of meta.json is correct, so the damage is detected only when the loader state is used."""
     stop_before(train_step=2)
@@ -558,6 +559,7 @@ def stray(root, valid):
     return next(name) - 1002  # two of the names, the dangling link and the file, are not folders
 
 
+@pytest.mark.slow
 def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):
     """A resumed run and later saves ignore invalid folders next to the checkpoint of epoch 0."""
     root, flags = tmp_path / "output/Tiny", ["--keep-checkpoints", "2"]
@@ -573,6 +575,7 @@ def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys
     assert contents.verify(root / "2")["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, capsys):
     assert run_train("--epochs", "1")[0] == 0
     root = tmp_path / "output/Tiny"
@@ -594,6 +597,7 @@ def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys
     assert_one_error(capsys.readouterr().err, message)
 
 
+@pytest.mark.slow
 def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
     """Regression test: bn_rank0.npz, a file that no run writes, could set any variable."""
     stop_before(train_step=1)

@@ -57,6 +57,7 @@ def test_resume_rejects_default_network_next_to_other_run(checkpoint, run_bare, 
     assert run_bare("--resume", "--model-arch-name", "Tiny")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--from-checkpoint", "--from-pretrained-params"])
 def test_evaluation_inherits_flags_of_training_run(run_bare, preprocessed, capsys, flag):
     folder = preprocessed
@@ -83,6 +84,7 @@ def test_evaluation_inherits_flags_of_training_run(run_bare, preprocessed, capsy
     assert warning in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fine_tuning_inherits_preprocessing(run_bare, preprocessed, tmp_path, capsys):
     folder = preprocessed
     capsys.readouterr()
@@ -97,6 +99,7 @@ def test_fine_tuning_inherits_preprocessing(run_bare, preprocessed, tmp_path, ca
     )
 
 
+@pytest.mark.slow
 def test_rectangular_images_are_inherited(run_train, run_bare, tmp_path):
     assert run_train("--image-shape", "3,32,48")[0] == 0
     folder = tmp_path / "output/Tiny/0"
@@ -183,6 +186,7 @@ def test_default_model_prefix_contains_network(run_bare, tmp_path):
     assert contents.verify(tmp_path / "bare/Tiny/0")["files"].keys() == {"tiny_paddle.pdparams", "tiny_paddle.pdopt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["resume", "checkpoint", "without meta.json"])
 def test_checkpoint_with_old_default_prefix_is_continued(run_train, run_bare, tmp_path, start):
     """NVIDIA's example writes no meta.json and uses the same file name for every network."""
@@ -200,6 +204,7 @@ def test_checkpoint_with_old_default_prefix_is_continued(run_train, run_bare, tm
     assert contents.verify(folder / "1")["files"].keys() == {f"{prefix}.pdparams", f"{prefix}.pdopt"}
 
 
+@pytest.mark.slow
 def test_resume_inherits_preprocessing(run_train, run_bare, tmp_path):
     assert run_train("--interp", "cubic", "--output-dir", tmp_path / "bare")[0] == 0
     flags = [*without("--interp"), "--epochs", "2", "--resume"]
@@ -258,6 +263,7 @@ def test_different_class_names_trigger_warning(run_bare, checkpoint, photos, tmp
     assert "DIR: trained on different classes (label 1 was unused and is b)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_error_counts_or_lists_mismatched_parameters(run_bare, checkpoint, capsys):
     flags = ["--from-checkpoint", checkpoint, "--model-arch-name", "ResNet18", "--run-scope", "eval_only"]
     assert run_bare(*flags)[0] == 2

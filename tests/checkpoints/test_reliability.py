@@ -116,6 +116,7 @@ def all_have_exited(runs):
 
 
 # A run changes its output folder about 60 times. The tested change occurs while the run deletes a checkpoint.
+@pytest.mark.slow
 def test_kill_during_commit(runs, expected):
     code, output = runs.finish(runs.start(*FLAGS, "--fatal-change", 31, "--fatal-root", runs.root))
     assert code == -signal.SIGKILL, output
@@ -219,6 +220,7 @@ OTHERS = ("training", "compilation")
 
 
 # test_train_py_stops_on_sigterm also covers a single signal during compilation and during training.
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.soak) for when in OTHERS), "evaluation"])
 def test_three_sigterms_stop_run(runs, expected, when):
     text, options = WHEN[when]
@@ -244,6 +246,7 @@ def handles_sigterm(process):
     return int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
+@pytest.mark.slow
 def test_train_py_stops_on_sigterm(tmp_path):
     """Importing Paddle replaces the SIGTERM handler of train.py, so train.py must restore it."""
     report, output, network = tmp_path / "report.json", tmp_path / "output", tmp_path / "network.py"
@@ -263,6 +266,7 @@ def test_train_py_stops_on_sigterm(tmp_path):
     assert run_folders.newest_first(output / "Net")[0]
 
 
+@pytest.mark.slow
 def test_second_sigint_stops_run_immediately(runs):
     process = runs.start(*FLAGS, "--slow-step", "30")
     runs.wait_for(process, "PARAMETER")

@@ -111,6 +111,7 @@ MORE_FORMATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_format", ["recordio", *MORE_FORMATS])
 @pytest.mark.usefixtures("few_synthetic_images")
 def test_every_format_resumes_inside_epoch(losses_with_a_resume, converted, data_format):
@@ -120,6 +121,7 @@ def test_every_format_resumes_inside_epoch(losses_with_a_resume, converted, data
     assert actual == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernels", [[], [*NHWC, "--kernels", "native", "--image-shape", "4,32,48"]], ids=["paddle", "native"]
 )
@@ -135,6 +137,7 @@ def _modes():
     return list(Mode)
 
 
+@pytest.mark.slow
 def test_resume_inherits_recipe_and_sparsity(run_train, uninterrupted, stop_before, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--weight-decay", "0.01", "--momentum", "0.5", "--label-smoothing", "0.3"]
     flags += ["--bn-weight-decay", "--rand-crop-scale", "0.5,1", "--keep-checkpoints", "1"]
@@ -161,6 +164,7 @@ def test_resume_inherits_recipe_and_sparsity(run_train, uninterrupted, stop_befo
         np.testing.assert_array_equal(params[name], mask)
 
 
+@pytest.mark.slow
 def test_checkpoints_inside_epoch_do_not_change_losses(run_train, uninterrupted, tmp_path, capsys):
     expected = uninterrupted()
     code, report = run_train(*FLAGS, "--save-interval-steps", "2", "--keep-checkpoints", "9")
@@ -246,6 +250,7 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
     assert (0, "val") in resumed and (0, 0) not in resumed and (1, 0) in resumed
 
 
+@pytest.mark.slow
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path, capsys):
     """Stop a run, resume it, and repeat the command after the run has finished. All three processes write to the same
     report."""
@@ -299,6 +304,7 @@ def test_resume_with_only_damaged_checkpoints_is_rejected(run_train, one_epoch, 
     assert_one_error(capsys.readouterr().err, ["contains no valid checkpoint", "to start a new run"])
 
 
+@pytest.mark.slow
 def test_run_continues_from_checkpoint_of_nvidia_example(run_train, finished, tmp_path, capsys):
     """NVIDIA's example names the folder after the epoch. The folder contains the two files that paddle.static.save
     writes."""
@@ -332,6 +338,7 @@ def test_run_continues_from_checkpoint_of_nvidia_example(run_train, finished, tm
     assert {path: path.read_bytes() for path in (own / "1").iterdir()} == files
 
 
+@pytest.mark.slow
 def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, scored, tmp_path, capsys):
     """The checkpoints of epochs 2 and 3 are damaged, so the run repeats these epochs, and the earlier accuracy of epoch
     2 no longer counts. If two epochs are equally good, the first is the best."""
@@ -376,6 +383,7 @@ def test_sparse_checkpoint_of_older_version_keeps_dense_first_layer(run_train, t
         assert (f"has no {mask}; the weights of these masks" in capsys.readouterr().out) == (place == "old")
 
 
+@pytest.mark.slow
 def test_masks_of_signed_search_trigger_a_warning(run_train, monkeypatch, capsys):
     """Older versions pruned with Paddle's mask_2d_best, which maximizes the sum of the kept weights."""
 
@@ -402,6 +410,7 @@ def test_resume_rejects_different_number_of_classes(run_train, one_epoch, capsys
     assert_one_error(capsys.readouterr().err, ["--resume: ", "has 3 classes, but this run has 4; use --num-of-class 3"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "link",
     [pytest.param("missing", marks=pytest.mark.soak), "wrong target", pytest.param("folder", marks=pytest.mark.soak)],
@@ -437,6 +446,7 @@ def entries(root):
     return {path.name: path.resolve().name for path in root.iterdir() if path.name != ".lock"}
 
 
+@pytest.mark.slow
 def test_earlier_run_is_replaced_only_with_overwrite(run_train, scored, tmp_path, capsys):
     """The best result of the earlier run is also replaced, although the best result of the new run is lower."""
     scored(0.9, 0.2, 0.3, 0.1)
@@ -466,6 +476,7 @@ def test_earlier_run_is_replaced_only_with_overwrite(run_train, scored, tmp_path
     assert json.loads((root / "0/meta.json").read_text())["best"]["top1"] == 0.1
 
 
+@pytest.mark.slow
 def test_overwrite_keeps_other_files_and_link_targets(run_train, checkpoint, tmp_path):
     root, elsewhere = tmp_path / "output/Tiny", checkpoint.rename(tmp_path / "7")
     files = {path: path.read_bytes() for path in elsewhere.iterdir()}
@@ -624,6 +635,7 @@ def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp
 SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images; 3, 7 and 3 steps
 
 
+@pytest.mark.slow
 def test_run_with_stages_resumes_in_each_stage(uninterrupted, losses_with_stops):
     """Stop a run between two stages, inside the second stage and inside the last stage."""
     expected = uninterrupted(*SIZES)
@@ -646,6 +658,7 @@ def test_stages_share_all_variables(run_train, uninterrupted, kernels):
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["summary and page", "page"])
 def test_summary_and_page_of_killed_run_are_written_by_resume(run_train, tmp_path, lost):
     """The run is killed after the last checkpoint. In one of the cases, this checkpoint was saved inside an epoch."""

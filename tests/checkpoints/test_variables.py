@@ -97,6 +97,7 @@ def test_evaluation_loads_only_parameters(args, saved):
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
     args.model_arch_name = "ResNet18"
     message = r"model \(variables: \d+ missing, \d+ with a different shape\); use the --model-arch-name \(now ResNet18"
@@ -271,6 +272,7 @@ def test_missing_pretrained_parameters_are_rejected(args, tmp_path):
         variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
 
 
+@pytest.mark.slow
 def test_skip_classifier_skips_only_classifier(args, saved, capsys):
     folder, expected = saved
     args.from_pretrained_params, args.num_of_class = str(folder), 5

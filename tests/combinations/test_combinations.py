@@ -58,6 +58,7 @@ def test_table_covers_every_pair_without_conflicts():
     assert not covered & conflicts.conflicting().keys(), REMEDY
 
 
+@pytest.mark.slow
 def test_table_is_generated():
     pytest.importorskip("allpairspy")
     assert generate.read() == generate.generate(), REMEDY

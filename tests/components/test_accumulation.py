@@ -29,6 +29,7 @@ def without_bn(monkeypatch):
     monkeypatch.setattr(layers, "BatchNorm", lambda *arguments, **options: paddle.nn.Identity())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling", [pytest.param(None, marks=pytest.mark.soak), pytest.param("static", marks=pytest.mark.soak), "dynamic"]
 )
@@ -154,6 +155,7 @@ def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
     assert all(np.isfinite(states[5][name]).all() for name in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "batches"), [(1, 3), pytest.param(2, None, marks=pytest.mark.soak)])
 def test_resume_is_bit_identical(run_train, stop_before, tmp_path, capsys, stop, batches):
     """An epoch has seven batches. Each of the two steps uses three batches, and the last batch is not used. A stopped
@@ -183,6 +185,7 @@ def test_resume_is_bit_identical(run_train, stop_before, tmp_path, capsys, stop,
     assert first | losses(report) == expected
 
 
+@pytest.mark.slow
 def test_each_batch_has_own_random_numbers(run_train, monkeypatch):
     steps = []
     generator = random_numbers.generator
@@ -192,6 +195,7 @@ def test_each_batch_has_own_random_numbers(run_train, monkeypatch):
     assert sorted(steps) == sorted(2 * [*range(12)])
 
 
+@pytest.mark.slow
 def test_learning_rate_and_number_of_steps_count_updates(run_train, tmp_path):
     flags = ["--iter-unit", "batch", "--num-iter", "3", "--lr-scheduler", "Poly", "--lr-power", "1"]
     code, report = run_train(*ANY_LENGTH, *flags, "--lr", "0.01", "--eval-interval", "1", "--save-interval", "1")

@@ -492,6 +492,7 @@ def test_fused_update_with_loss_scaling_equals_plain_update(parse, use_native, i
         np.testing.assert_allclose(scaled[name], plain[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_steps_without_overflow_equal_plain_update(parse):
     def parameters(is_scaled):
         args = parse("--lr", "0.1")

@@ -80,6 +80,7 @@ def soft_loss_of_classes(x, z):
     return terms.sum(1).mean(), (q - p) / len(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_multi_label", [False, True])
 @pytest.mark.parametrize("kernels", ["paddle", pytest.param("native", marks=needs_native)])
 def test_loss_and_gradient_equal_formula(parse, with_component, checkpoint, request, kernels, is_multi_label):
@@ -170,6 +171,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
 def test_resumed_run_is_bit_identical_and_teacher_is_not_saved(losses_with_a_resume, checkpoint, tmp_path, flags):
     flags = [*STUDENT, "--epochs", "2", "--teacher", checkpoint, *flags]
@@ -213,6 +215,7 @@ def test_student_learns_from_teacher_without_labels(run_train, checkpoint):
     assert found[11, "train"] < 0.25 * found[0, "train"]
 
 
+@pytest.mark.slow
 def test_multi_label_run(several, run_train, tmp_path):
     data, checkpoint = several
     flags = [*STUDENT, *MULTI_LABEL, "--teacher", checkpoint, "--mixup", "0.4"]
@@ -254,6 +257,7 @@ def test_run_folder_and_averages_are_used(run_train, tmp_path, capsys):
     assert meta["teacher"]["sha256"] == contents.read_meta(best)["files"]["tiny.pdema"]["sha256"]
 
 
+@pytest.mark.slow
 def test_teacher_of_other_flags(run_train, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--qat", "--image-shape", "4,32,32"]
     assert run_train(*flags, "--output-dir", tmp_path / "teachers")[0] == 0
@@ -262,6 +266,7 @@ def test_teacher_of_other_flags(run_train, tmp_path, capsys):
     assert "runs without rounding to INT8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_converted_weights_are_teachers(run_train, tmp_path, capsys):
     out, source = tmp_path / "converted", tmp_path / "resnet.pdparams"
     source.write_bytes(pickle.dumps(tensors(3, "ResNet18"), 4))
@@ -285,6 +290,7 @@ def test_networks_from_file(run_train, tmp_path, capsys):
     assert run_train("--model-arch-name", f"{file}:Net", *flags)[0] == 0
 
 
+@pytest.mark.slow
 @needs_native
 def test_steps_are_captured(fake, run_train, checkpoint):
     flags = [*IN_NATIVE, "--epochs", "2", "--print-interval", "1", "--teacher", checkpoint]
@@ -399,6 +405,7 @@ PREPROCESSING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recorded", "count"), PREPROCESSING.values(), ids=PREPROCESSING)
 def test_different_preprocessing_is_an_error_whose_remedy_works(
     run_train, checkpoint, tmp_path, capsys, recorded, count
@@ -445,6 +452,7 @@ def test_resumed_run_requires_its_teacher(run_train, stop_before, checkpoint, tm
     assert_one_error(capsys.readouterr().err, [f"use --teacher {shlex.quote(str(moved))}, or start a new run"])
 
 
+@pytest.mark.slow
 def test_teacher_cannot_be_added_to_run(run_train, checkpoint, tmp_path, capsys):
     shutil.copytree(checkpoint, tmp_path / "output/Tiny/0")
     flags = ["--epochs", "2", "--resume"]
@@ -463,6 +471,7 @@ def test_run_does_not_delete_its_teacher(run_train, checkpoint, tmp_path, capsys
     assert run_train("--teacher", tmp_path / "output", "--report-html", report, "--output-dir", tmp_path / "b")[0] == 2
 
 
+@pytest.mark.slow
 def test_changed_classes_are_learned_as_the_error_says(run_train, checkpoint, photos, tmp_path, capsys):
     """The suggested command fine-tunes without the teacher, which was trained on the old classes."""
     root = shutil.copytree(photos, tmp_path / "root")

@@ -26,6 +26,7 @@ def slow_weights(program):
     return state.variables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_slow_weights_match_formula(parse, kernels):
     """A second program in the same scope computes the parameters of each step before lookahead. The reference is
@@ -94,6 +95,7 @@ def test_masters_are_updated_and_copied_to_parameters(parse, gpu_lists):
         assert op.input("State@VECTOR") == [name + suffix for suffix in suffixes for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [pytest.param("paddle", marks=pytest.mark.soak), "native"])
 def test_resume_is_bit_identical(losses_with_a_resume, tmp_path, kernels):
     flags = [*RANGER, "--epochs", "2", "--print-interval", "1", *NHWC, "--kernels", kernels]

@@ -81,6 +81,7 @@ def losses_of(args, feeds):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "kernels"),
     [("--mixup", KERNELS[0]), *(("--cutmix", kernels) for kernels in KERNELS)],
@@ -114,6 +115,7 @@ def test_loss_of_mixed_batch_matches_formula(parse, monkeypatch, kernels, flag):
     assert result != pytest.approx(losses_of(parse(*flags), batches), rel=3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "rate"), [pytest.param("--dropout", "0.5", marks=pytest.mark.soak), ("--drop-path", "0.9")]
 )

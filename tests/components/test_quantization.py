@@ -176,6 +176,7 @@ def test_mixing_of_images_is_not_quantized(parse):
     assert ranges[0] == ranges[1]
 
 
+@pytest.mark.slow
 def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, photos, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     code, report = run_train("--epochs", "8", "--save-interval", "8", "--eval-interval", "8")
@@ -211,6 +212,7 @@ def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, phot
     np.testing.assert_allclose(steps(images.transpose(0, 2, 3, 1)), model.run(images), rtol=0, atol=0.03)
 
 
+@pytest.mark.slow
 def test_qat_resumes_bit_identically(one_block, checkpoint, losses_with_a_resume, tmp_path):
     flags = [*THREE, "--from-pretrained-params", checkpoint, "--ema", "0.9"]
     expected, actual = losses_with_a_resume("1_1", *flags)
@@ -222,6 +224,7 @@ def test_qat_resumes_bit_identically(one_block, checkpoint, losses_with_a_resume
             np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -242,6 +245,7 @@ def test_evaluation_of_checkpoint_matches_that_of_training(trained, run_train, p
     export.export(checkpoint, tmp_path / "exported", verify=photos)
 
 
+@pytest.mark.slow
 def test_captured_step_matches_uncaptured_step(one_block, run_train, tmp_path, fake):
     flags = [*THREE, *NHWC, "--kernels", "native"]
     code, expected = run_train(*flags, "--cuda-graph", "false")

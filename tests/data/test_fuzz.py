@@ -39,6 +39,7 @@ def check(outcomes):
     print(counts)
 
 
+@pytest.mark.slow
 def test_damaged_data_is_rejected_or_harmless(tmp_path):
     check(fuzz(tmp_path, [f"{name}:{n}" for n in range(2) for name in FORMATS]))
 

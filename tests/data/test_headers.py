@@ -204,6 +204,7 @@ def test_progressive_image_with_missing_scans_has_the_same_pixels_in_training_an
         assert min(np.abs(image - val[0]).max(), np.abs(image[:, :, ::-1] - val[0]).max()) < 1e-5
 
 
+@pytest.mark.slow
 def test_inspection_survives_truncated_headers():
     for kind in image_kinds.kinds().values():
         for size in range(0, min(len(kind.data), 260)):

@@ -311,6 +311,7 @@ for root in sys.argv[1:3]:
 """
 
 
+@pytest.mark.slow
 def test_image_with_too_many_pixels_is_not_decoded(tmp_path):
     """Small files of many pixels would need gigabytes of memory. The test lowers the limit of 2^28 pixels to 400 x 400,
     in a separate process, because DALI's OpenCV reads the limit only once."""

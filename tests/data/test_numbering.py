@@ -444,6 +444,7 @@ def test_wordnet_ids_get_the_labels_of_imagenet(tmp_path):
         open_split(tmp_path, "auto", Mode.EVAL, 8, 0, trained=classes.numbers(8))
 
 
+@pytest.mark.slow
 def test_network_trained_with_labels_from_1_is_evaluated_with_class_folders(
     run_train, photos, tmp_path, capsys, one_block
 ):

@@ -112,6 +112,7 @@ def test_names_shapes_and_types_of_parameters_are_compared(facts, parameters, di
     assert first["list of validation images and labels (hash)"] is None
 
 
+@pytest.mark.slow
 def test_image_lists_classes_and_parameter_shapes_are_compared(facts, parse, photos, tmp_path):
     def work(*flags, classes=None):
         args = parse("--image-root", photos, *flags)

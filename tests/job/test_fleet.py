@@ -115,6 +115,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 def test_forked_processes_exit_with_parent():
     """The parent is killed after the first child, but before the second child calls prctl(PR_SET_PDEATHSIG)."""
     environment = {**os.environ, "PADDLE_TRAINER_ID": "1"}

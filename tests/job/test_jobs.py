@@ -56,6 +56,7 @@ def test_fused_all_reduces_reach_every_gradient(launch, tmp_path):
                 np.testing.assert_allclose(changes, expected, rtol=0, atol=0.02 * largest, err_msg=name)
 
 
+@pytest.mark.slow
 def test_ranks_are_bit_identical(two_processes):
     report, parameters, _ = two_processes
     assert len(parameters) == 2
@@ -115,6 +116,7 @@ def states(folder, processes, epochs):
 SHARES = ["--shares", "--data-format", "synthetic", "--epochs", "2", "--model-arch-name", "Plain"]
 
 
+@pytest.mark.slow
 def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path):
     """The network has no batch normalization, because batch statistics depend on the images of each process."""
     flags = [*SHARES, "--run-scope", "train_only"]
@@ -250,6 +252,7 @@ MORE_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -324,6 +327,7 @@ FLAGS_AND_VERSIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("differs", "message"),
     [

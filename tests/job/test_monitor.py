@@ -291,6 +291,7 @@ def test_unconnected_ranks_exit_after_timeout(capsys):
     assert capsys.readouterr().err == f"train.py: error: {message}\n" * 2
 
 
+@pytest.mark.slow
 def test_rank_exits_if_rank_0_is_silent(capsys):
     """If the machine of rank 0 stalls, neither rank 0 nor its monitor sends messages."""
 

@@ -43,6 +43,7 @@ def test_newer_version_is_accepted_with_one_warning(version, capsys):
     )
 
 
+@pytest.mark.slow
 def test_only_rank_0_warns_of_newer_version(environment, monkeypatch, capsys):
     """This process starts like each rank of a job in turn. tests/test_self_test.py runs the command that the warning
     recommends."""
@@ -62,6 +63,7 @@ def test_older_version_is_rejected(version):
         compat.check_version(version)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -285,6 +287,7 @@ def rejecting_calls(source):
     return found
 
 
+@pytest.mark.slow
 def test_programs_use_no_functions_that_reject_legacy_variables():
     uses = {
         str(path.relative_to(ROOT)): rejecting_calls(path.read_text()) for path in ROOT.glob("paddle_resnet/**/*.py")
@@ -382,6 +385,7 @@ def test_flag_with_which_programs_fail_is_rejected(name):
     compat.check_version()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FLAGS_check_nan_inf", pytest.param("FLAGS_use_mkldnn", marks=pytest.mark.soak)])
 def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, environment, tmp_path):
     flags = [*TINY, "--model-arch-name", "ResNet18_CIFAR", "--data-format", "synthetic", "--output-dir", tmp_path]
@@ -444,6 +448,7 @@ def test_any_is_patched_in_paddle_3(monkeypatch, is_paddle_3):
 GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
 
 
+@pytest.mark.slow
 def test_files_of_each_version_are_readable():
     """The tolerance is large, because the files may have been written on a machine with a different processor. .ci/run
     compares both versions on the same machine with a tolerance of 1e-5."""

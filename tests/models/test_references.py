@@ -78,6 +78,7 @@ def test_logits_and_gradients_equal_those_of_the_reference(reference, float64, a
     print(f"{arch} {layout}: largest difference, relative to the largest value of its array: {largest:.1e}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "expected"),
     [

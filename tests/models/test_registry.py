@@ -20,6 +20,7 @@ DROP_PATH = ["--drop-path", "0.2"]
 ARCHS = [name for name in models.MODELS if name not in COVERED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in QUICK else pytest.mark.soak) for a in ARCHS])
 def test_network_in_every_command(run_train, losses_with_a_resume, fake, register, photos, tmp_path, capsys, arch):
     register(arch, with_few_blocks(models.MODELS[arch]))

@@ -129,6 +129,7 @@ def initial(arch):
     return model, {p.name: np.array(static.global_scope().find_var(p.name).get_tensor()) for p in main.all_parameters()}
 
 
+@pytest.mark.slow
 def test_residual_branches_of_xresnet50_are_initially_zero():
     model, values = initial("XResNet50")
     scales = [[values[layer.bn.weight.name] for layer in block.branch] for block in model.stages]
@@ -147,6 +148,7 @@ def test_xresnet50_mish_has_mish_and_blur_pools():
     assert (kinds.count("max"), kinds.count("avg")) == (4, 2 * 4 + 1)
 
 
+@pytest.mark.slow
 def test_network_without_max_pooling_in_the_stem_has_twice_the_resolution():
     with static.program_guard(static.Program(), static.Program()), paddle.utils.unique_name.guard():
         x = static.data("x", [None, 3, 64, 64])
@@ -239,6 +241,7 @@ def test_self_attention_equals_formula_of_fastai(float64, layout):
         np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_self_attention_follows_the_last_branch_of_the_first_stage():
     model, values = initial("XResNet50_Mish_SA")
     attentions = [(i, block.self_attention) for i, block in enumerate(model.stages) if block.self_attention]

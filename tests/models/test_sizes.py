@@ -105,6 +105,7 @@ def test_measured_speeds_refer_to_existing_networks_and_pages():
             assert row["training"] in page and row["evaluation"] in page
 
 
+@pytest.mark.slow
 def test_page_lists_all_networks_with_their_sizes():
     page = (ROOT / "docs/networks.md").read_text()
     listed = {}

@@ -44,6 +44,7 @@ def trained(own_run, file, tmp_path):
     return tmp_path / "output/Net"
 
 
+@pytest.mark.slow
 def test_example_supports_resume_evaluation_export_and_prediction(
     own_run, file, trained, photos, tmp_path, capsys, monkeypatch
 ):
@@ -129,6 +130,7 @@ def forget():
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_path, capsys):
     moved = tmp_path / "elsewhere.py"
     file.rename(moved)

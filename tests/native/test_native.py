@@ -1167,6 +1167,7 @@ print(*counts)
 """
 
 
+@pytest.mark.slow
 def test_operators_and_onednn_share_threads():
     if native.missing() is not None or not native.has_onednn():
         pytest.skip("no compiler, or no oneDNN 3 in this build of Paddle")
@@ -1177,6 +1178,7 @@ def test_operators_and_onednn_share_threads():
     assert by_both == by_onednn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu"])
 def test_update_does_not_depend_on_number_of_threads(device, where):
     library, results = native.register(), []

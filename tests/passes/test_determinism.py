@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from conftest import NHWC, ROOT, TINY
 from paddle_resnet.native import build as native
 
@@ -54,6 +56,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.slow
 def test_order_of_operators_is_equal_in_every_process(capsys):
     """Regression test: with --accumulate-steps, the order of the added operators depended on the hash seed. This
     process and the new process have different hash seeds."""

@@ -114,6 +114,7 @@ def test_convolutions_are_fused(parse):
     assert not np.allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_layers_of_teacher_are_fused(parse, checkpoint, request):
     """With the prefix of the teacher, no other layer of the training program changes."""
     args = frozen(parse("--teacher", checkpoint, "--data-layout", "NHWC", "--image-shape", "4,32,32"))

@@ -828,6 +828,7 @@ def test_gradients_are_written_to_buffer_of_fused_all_reduce(
     np.testing.assert_array_equal(fused[fused > 0], single[single > 0])
 
 
+@pytest.mark.slow
 def test_run_with_custom_kernels_trains_evaluates_and_resumes(
     one_block, run_train, losses_with_a_stop, tmp_path, capsys
 ):

@@ -74,6 +74,7 @@ def trained(once, run_train, tmp_path):
     return once("page_of_a_run", make)
 
 
+@pytest.mark.slow
 def test_page_is_complete_and_self_contained(trained):
     text = (trained / "page.html").read_text()
     html_page = Reader(text)
@@ -895,6 +896,7 @@ def mutated_table(rows, generator):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.soak)])
 def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch, count):
@@ -968,6 +970,7 @@ def test_unusable_table_is_reported(trained, tmp_path):
         run.rows("classes.csv")
 
 
+@pytest.mark.slow
 def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_path):
     """A non-finite loss in the last entry is read as None, like null in reports of this version, and is not replaced by
     the loss of an earlier epoch."""

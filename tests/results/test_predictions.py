@@ -73,6 +73,7 @@ def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, p
         assert len(matches) == int(pair["images"])
 
 
+@pytest.mark.slow
 def test_predictions_follow_image_content_in_every_format(predict, converted, tmp_path):
     """In every storage format, images with the same bytes have the same probabilities, regardless of shards and skip
     list."""

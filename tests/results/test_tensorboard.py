@@ -127,6 +127,7 @@ def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, 
     assert "nan" not in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_first_batch_and_configuration_are_written(board, run_train, tmp_path):
     from PIL import Image
 
@@ -146,6 +147,7 @@ def test_first_batch_and_configuration_are_written(board, run_train, tmp_path):
     assert list(configuration)[:3] == list(report[0]["data"])[:3]  # in the order of the report
 
 
+@pytest.mark.slow
 def test_resumed_run_has_each_step_once(board, run_train, stop_before, tmp_path, capsys):
     parts = tmp_path / "parts"
     flags = ["--epochs", "2", "--print-interval", "1", "--tensorboard-dir", parts, "--resume"]
@@ -192,6 +194,7 @@ def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, cap
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_tensorboardx_is_not_imported_without_flag():
     program = "import gc, os, sys; gc.disable(); import train; from paddle_resnet import phases, program, run_report; "
     program += "print([m for m in ('tensorboardX', 'jinja2', 'paddle_resnet.results') if m in sys.modules], flush=True)"

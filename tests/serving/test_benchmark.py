@@ -38,6 +38,7 @@ def test_benchmark_measures_for_minimum_duration(monkeypatch, seconds, steps):
     assert (row["batch"], row["ips"], row["latency_p50_ms"]) == (4, 4 * 128, 1000 / 128)
 
 
+@pytest.mark.slow
 def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "MIN_S", 0)
     results, measure = [], benchmark.measure

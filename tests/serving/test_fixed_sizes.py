@@ -44,6 +44,7 @@ def test_preprocessing_module_returns_input_of_network(checkpoint, photo_paths):
     np.testing.assert_array_equal(*reference.submit(image.astype("float64")), expected)
 
 
+@pytest.mark.slow
 def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys):
     def compile_and_log(*arguments, **options):
         logger.info("compiling")

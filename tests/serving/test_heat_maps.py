@@ -329,6 +329,7 @@ def squares(tmp_path):
     return tmp_path / "squares"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "scope"),
     [

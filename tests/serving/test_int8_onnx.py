@@ -21,6 +21,7 @@ def checkpoint(one_block, checkpoint):
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "engine"),
     [
@@ -166,6 +167,7 @@ def test_speed_ratio_compares_shortest_times(monkeypatch):
     assert calls == ["int8", "float32"] * 8  # at least half a second
 
 
+@pytest.mark.slow
 def test_calibration_with_sorted_records_keeps_accuracy(one_block, run_train, tmp_path, capsys):
     """Regression test: the activation ranges came from the first records, which were all in one class. With ranges
     from this class, whose images have small activations, the INT8 network classifies a third of the images

@@ -100,6 +100,7 @@ def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monke
         export.export(checkpoint, tmp_path / "exported")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, monkeypatch):
     """The checkpoint contains no meta.json, and the argument of the command is the run folder instead of the checkpoint
     folder."""

@@ -49,6 +49,7 @@ def checkpoint(one_block, checkpoint):
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [pytest.param(flags, id=name, marks=[pytest.mark.soak] * ("NHWC" in name)) for name, flags in [*FLAGS.items()][1:]],
@@ -105,6 +106,7 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=6e-5)
 
 
+@pytest.mark.slow
 def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     score = {"correct": 1000, "images": 1000}
@@ -164,6 +166,7 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
         verification._check_top1(model, "float16", score | {"correct": 996}, score)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
 def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, capsys, name):
     """The second score that the export computes is that of Paddle Inference."""
@@ -292,6 +295,7 @@ EVALUATED = {
 REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images", "EMA with four channels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in REPEATED)) for name in EVALUATED]
 )
@@ -378,6 +382,7 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
         assert losses == [pytest.approx(losses[0], rel=1e-5)] * (2 + onnx)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_earlier_version_with_clipped_loss_is_verified(trained, photos):
     """Earlier versions limited the loss of an image on a CPU to about 64 and did not record the CPU."""
     checkpoint, _ = trained("--lr", "10")

@@ -444,6 +444,7 @@ web.serve(web.create_app(None, ThreadPoolExecutor(1), description, 10**4, 3), li
 """
 
 
+@pytest.mark.slow
 def test_clients_that_reset_the_connection_do_not_stop_the_server():
     with subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -460,6 +461,7 @@ def test_clients_that_reset_the_connection_do_not_stop_the_server():
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_server_predicts_like_the_command_and_stops_on_signal(checkpoint, photos, capfd, number, code):
     paths = sorted(map(str, (photos / "val").glob("*/*.jpg")))[:2]
@@ -620,6 +622,7 @@ runpy.run_module("paddle_resnet.predict", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_signal_stops_server_that_decodes_a_large_image(checkpoint, tmp_path):
     """test_server_predicts_like_the_command_and_stops_on_signal tests SIGINT, too."""
     export.export(checkpoint, tmp_path / "export")

@@ -68,6 +68,7 @@ def run_in_float32(folder, images):
         return exe.run(program, feed={"images": images}, fetch_list=["probabilities"])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "uint8"),
     [
@@ -134,6 +135,7 @@ def test_triton_repository_layout(checkpoint, tmp_path, uint8):
         assert (model / "labels.txt").exists()
 
 
+@pytest.mark.slow
 def test_safetensors_have_the_names_of_timm_and_can_be_converted_back(checkpoint_of, tmp_path):
     """PPLCNet has the fewest layers of the networks in timm."""
     checkpoint = checkpoint_of("PPLCNet_x1_0")

@@ -44,6 +44,7 @@ def uncaptured(once, fake, run_train):
     return pickle.loads((once("uncaptured", make) / "results").read_bytes())
 
 
+@pytest.mark.slow
 def test_captured_run_has_same_results(run_train, tmp_path, fake, uncaptured):
     """The learning rate changes during the run, and the last batch of each evaluation is smaller than the other
     batches."""
@@ -72,6 +73,7 @@ def test_captured_steps_draw_same_random_numbers_and_update_ema_weights_for_eval
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_own_captured_step(run_train, tmp_path, fake):
     flags = ["--sizes", "24:0,32:2", "--mixup", "0.4", "--ema", "0.9"]
     expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
@@ -108,6 +110,7 @@ def test_loader_on_different_device_keeps_its_own_tensors(monkeypatch):
     assert checks == [captured] * 2
 
 
+@pytest.mark.slow
 def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch, uncaptured):
     """After a tensor has moved, the old graph would still use the tensor's previous memory."""
     evaluate = averages.evaluate
@@ -132,6 +135,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
     assert len(fake.made) > 2
 
 
+@pytest.mark.slow
 def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch, uncaptured):
     """With NCCL, either all processes of a job or none must capture an all-reduce."""
 
@@ -232,6 +236,7 @@ def network_with(change):
     return partial(Changed, BasicBlock, (1,), width=8)
 
 
+@pytest.mark.slow
 def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, capsys, fake, register):
     register("Tiny", network_with(F.leaky_relu))
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
@@ -244,6 +249,7 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
     assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_deterministic", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys, fake, monkeypatch, is_deterministic):
     """After the comparison, variables have the values of the uncaptured step. With deterministic kernels, the results

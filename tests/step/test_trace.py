@@ -91,6 +91,7 @@ def test_trace_on_a_gpu_contains_its_kernels(monkeypatch, device):
     assert targets == [trace.ProfilerTarget.CPU, *([trace.ProfilerTarget.GPU] if device == "gpu" else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--sizes", "24:0,32:1"]], ids=["one size", "stages"])
 def test_only_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
     started, start = [], Profiler.start
@@ -140,6 +141,7 @@ def test_traced_steps_must_be_within_first_pass(first, last, is_resume, is_trace
     assert program.trace is None
 
 
+@pytest.mark.slow
 def test_run_that_continues_inside_epoch_traces_steps_of_its_first_pass(run_train, stop_before, tmp_path, capsys):
     """Regression test: only the steps of the first pass of a new run, 0:2, were accepted, and none of them is in the
     first pass of this run."""
@@ -156,6 +158,7 @@ def test_run_that_continues_inside_epoch_traces_steps_of_its_first_pass(run_trai
     assert (tmp_path / "second/profile/steps_2_3_rank0.json").exists()
 
 
+@pytest.mark.slow
 def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before, tmp_path):
     """The trace contains steps of the next training epoch, but none of the evaluation."""
     flags = [*PADDLE, "--resume", "--profile-steps", "1:3", "--epochs", "2"]
@@ -167,6 +170,7 @@ def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before,
     assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 11
 
 
+@pytest.mark.slow
 def test_command_resumed_inside_traced_steps_logs_warning(run_train, stop_before, tmp_path, monkeypatch, capsys):
     calls = []
     for name in ("start", "stop"):

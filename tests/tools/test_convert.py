@@ -187,6 +187,7 @@ def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
 OTHERS = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["recordio", *OTHERS])
 def test_killed_conversion_resumes_with_same_images(photos, converted, tmp_path, to):
     """The test kills the command whenever a new file appears."""
@@ -509,6 +510,7 @@ def test_unusable_lock_is_an_error(photos, tmp_path, capsys, make):
     assert os.path.lexists(tmp_path / "x/.lock")
 
 
+@pytest.mark.slow
 def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
     shutil.copytree(photos, tmp_path / "photos")
@@ -643,6 +645,7 @@ convert.convert(*sys.argv[1:], workers=2, progress=progress)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", convert.SINGLE_FILE)
 def test_killed_conversion_stops_workers_and_keeps_images(photos, converted, tmp_path, to):
     output = tmp_path / "x"
@@ -672,6 +675,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["recordio"])
 def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, capsys, to):
     """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk. Without the limit, the same command resumes

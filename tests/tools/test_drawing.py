@@ -133,6 +133,7 @@ def test_curve_of_learning_rates(losses, suggestion, limits):
 NAME = "猫 \u2312\u02ef a\x1b"
 
 
+@pytest.mark.slow
 def test_character_without_font_is_escaped(tmp_path, monkeypatch):
     families = ["DejaVu Sans", "DejaVu Serif", "STIXGeneral"]
     fonts = [font for font in font_manager.fontManager.ttflist if font.name in families]

@@ -61,6 +61,7 @@ def test_exact_duplicates_come_first(root, workers):
     assert (report.images, report.unreadable) == ({"train": 8, "val": 8}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("convert_here")
 @pytest.mark.parametrize("data_format", data_files.FORMATS)
 def test_all_record_formats_can_be_compared(root, tmp_path, data_format):
@@ -169,6 +170,7 @@ def test_groups_are_connected_by_chains():
     assert duplicates.groups([], 6) == []
 
 
+@pytest.mark.slow
 def test_command_prints_pairs_and_writes_lists(root, tmp_path, capsys):
     table, fix_list = tmp_path / "pairs.csv", tmp_path / "skip.txt"
     assert dataset.main(["duplicates", str(root), "--csv", str(table), "--fix-list", str(fix_list)]) == 1

@@ -142,6 +142,7 @@ def reports(monkeypatch):
     return collected
 
 
+@pytest.mark.slow
 def test_report_on_folder_with_unusual_files(unusual, reports, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verify, "ProcessPoolExecutor", ProcessPoolExecutor)
     command = ["verify", str(unusual), "--fix-list", str(tmp_path / "bad.txt")]
@@ -167,6 +168,7 @@ def test_report_on_folder_with_unusual_files(unusual, reports, tmp_path, capsys,
     assert "train/class1/01.jpg = val/class1/copy.jpg" in report.unusual["the same file in train and val"]
 
 
+@pytest.mark.slow
 def test_training_accepts_fix_list_as_skip_list(unusual, run_train, tmp_path, capsys):
     flags = ["--num-of-class", "4", "--skip-list", tmp_path / "bad.txt"]
     assert dataset.main(["verify", str(unusual), "--fix-list", str(tmp_path / "bad.txt")]) == 1
@@ -195,6 +197,7 @@ def unusual_data_sets(unusual, tmp_path, request):
     return roots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unusual_data_sets",
     [("lmdb",), pytest.param(("recordio", "tfrecord", "webdataset"), marks=pytest.mark.soak)],
@@ -236,6 +239,7 @@ def read_epochs(args):
         list(dali.build_dataloader(args, mode))
 
 
+@pytest.mark.slow
 def test_label_without_class_fails_verification(converted, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_in_a_process", in_a_process)
     shutil.copytree(converted["tfrecord"], tmp_path / "x", ignore=shutil.ignore_patterns("train*"))

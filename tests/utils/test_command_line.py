@@ -171,6 +171,7 @@ def test_help_after_two_dashes_is_a_value(capsys):
     assert "--help" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_train_without_flags_prints_help_with_exit_code_2(train_process, capsys):
     done = train_process()
     assert (done.returncode, done.stdout) == (2, "")

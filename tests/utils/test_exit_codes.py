@@ -250,6 +250,7 @@ def test_address_space_limit_below_need_of_paddle_exits_with_code_1():
     )
 
 
+@pytest.mark.slow
 def test_python_without_docstrings_exits_with_code_1():
     command = [sys.executable, "-OO", "train.py", "--dry-run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -46,6 +46,7 @@ def train_command(photos, folder, *flags):
     return [sys.executable, "tests/train_tiny.py", *TINY, *map(str, [*places, *flags])]
 
 
+@pytest.mark.slow
 def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, run_train, tmp_path, capfd):
     flags = ["--epochs", "2", "--print-interval", "1"]
     (tmp_path / "live").mkdir()
@@ -108,6 +109,7 @@ def test_log_line_above_progress_line_is_printed_unchanged(tmp_path):
     assert line in plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("columns", "more"), [(80, ""), (96, "  step 123/5005"), (200, "  step 123/5005  run 5:20:00  a  b")]
 )

@@ -86,6 +86,7 @@ def test_sigterm_handler_of_c_code_is_replaced():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_home_that_paddle_cannot_use_is_an_error():
     environment = os.environ | {"HOME": os.devnull}
     command = [sys.executable, "-m", "paddle_resnet.models", "ResNet18"]
@@ -146,6 +147,7 @@ def test_sigterm_is_ignored_after_failure_only_in_launched_process(environment):
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) == launched
 
 
+@pytest.mark.slow
 def test_sigterm_after_last_line_does_not_change_exit_code(tmp_path):
     """A launcher or a batch system may send SIGTERM while the process exits, which takes some time with Paddle."""
     (tmp_path / "network.py").write_text(NETWORK_EXAMPLE)
@@ -207,6 +209,7 @@ def test_importing_the_package_blocks_no_signals(command, tmp_path):
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.slow
 def test_models_command_ends_on_sigterm():
     process = subprocess.Popen([sys.executable, "-m", "paddle_resnet.models"], cwd=ROOT, stdout=subprocess.DEVNULL)
     with open(f"/proc/{process.pid}/maps") as maps:

@@ -104,6 +104,7 @@ def test_bad_label_is_an_error_with_file_and_row(images, tmp_path, change, messa
         DataRoot(tmp_path).open(Mode.EVAL, 3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("verify_here")
 def test_row_without_image_stops_the_run_with_file_and_row(parse, images, tmp_path):
     write(tmp_path, [*images[:9], (None, 0), *images[10:]])

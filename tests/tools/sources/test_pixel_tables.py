@@ -284,6 +284,7 @@ def test_labels_with_a_decimal_point_are_numbers(tmp_path):
     assert {image.label for image in splits["train"]} == {0, 1, 2, 10}
 
 
+@pytest.mark.slow
 def test_long_lines(tmp_path):
     """The first line has more than 64 KiB, or a cell more than 128 KiB."""
     rows = [(f"{k}", np.full(96 * 96, k)) for k in range(4)] * 2
