@@ -173,6 +173,7 @@ def test_balanced_loader_that_is_resumed_twice_repeats_no_draws(parse, imbalance
     assert [labels.tolist() for _, labels in take(again, 16)] == expected
 
 
+@pytest.mark.slow
 def test_balanced_order_continues_after_epoch_with_changed_flag(parse, imbalanced, capsys):
     loader = balanced_loader(parse, imbalanced)
     epoch(loader)

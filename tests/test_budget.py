@@ -302,6 +302,7 @@ def test_captured_run_is_identical_to_run_with_chosen_epochs(run, fake, chooses_
     assert losses(report) == losses(run("--epochs", 2, *flags, "--cuda-graph", "false", folder="epochs")[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_warning_about_captured_step_is_shown_during_measurement(run, fake, chooses_two, monkeypatch, capsys):
     monkeypatch.setattr(cuda_graph, "TESTED", cuda_graph.TESTED - {"matmul_v2"})
@@ -439,6 +440,7 @@ def test_conflicts_are_errors(run, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, stop_before, capsys):
     stop_before(train_step=1)
     assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == 75

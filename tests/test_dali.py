@@ -747,6 +747,7 @@ AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees"
 AUGMENTATION = ["--auto-augment", "trivial", *AUGMENTATION]
 
 
+@pytest.mark.slow
 def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, photos):
     def images(seed, mode=Mode.TRAIN, flags=AUGMENTATION):
         loader = load(parse, photos, mode, *flags, "--dali-random-seed", seed)
@@ -880,6 +881,7 @@ def test_trivial_augment_draws_operation_magnitude_and_sign_independently(withou
         assert set(signs) == ({0, 1} if operation.randomly_negate else {0})
 
 
+@pytest.mark.slow
 def test_rand_augment_applies_two_operations_with_the_requested_magnitude(without_flips, augmented):
     pixels = random_image(32, 20, 230)
     suite = rand_augment.get_rand_augment_suite(use_shape=True)

@@ -113,6 +113,7 @@ def test_invalid_value_exits_with_code_2_and_an_error(capsys, arguments, message
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["--verify"], ["--int8", "--calibrate"]], ids=["verify", "calibrate"])
 def test_file_list_may_contain_files_outside_with_flag(checkpoint, photos, tmp_path, capsys, command):
     """Regression test: the error recommended --allow-outside, which the export did not have."""

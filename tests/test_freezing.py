@@ -107,6 +107,7 @@ def test_frozen_layers_do_not_change_and_compute_no_gradients(parse, kernels, op
     assert statistics and not [name for name in statistics if is_frozen[name]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "names"), [("Tiny", "stages.0"), ("TinyMobile", "blocks.1"), ("TinyMobile", "all-but-classifier")]
 )

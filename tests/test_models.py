@@ -139,6 +139,7 @@ def test_trainable_parameter_count(arch):
     assert trainable == EXPECTED_PARAMETERS[arch]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "convolutions"), [("ResNet34", 36), ("ResNet101", 104), ("ResNet152", 155)])
 def test_number_of_convolutions(arch, convolutions):
     program = described(arch)

@@ -72,6 +72,7 @@ def rows(path):
         return [*csv.DictReader(f)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", RECIPES.values(), ids=RECIPES)
 def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags):
     code, report = train("--epochs", "8", "--predictions", tmp_path / "p.csv", *flags)
@@ -113,6 +114,7 @@ def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, data, tmp_p
     assert metas[0]["thresholds"] == metas[1]["thresholds"]
 
 
+@pytest.mark.slow
 def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
     folder, expected = trained
     flags = ["--run-scope", "eval_only", "--from-checkpoint", folder / "2", "--overwrite"]
@@ -150,6 +152,7 @@ def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     assert "best mAP" in capsys.readouterr().out and "best mAP" in (tmp_path / "again.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["true", "false"])
 def test_run_cannot_change_kind_of_labels_of_checkpoint(run_train, tmp_path, capsys, before):
     assert run_train("--multi-label", before)[0] == 0
@@ -170,6 +173,7 @@ def test_fine_tuning_can_change_kind_of_labels(checkpoint, train):
     assert code == 0 and "map" in phase(report, [0], "val.")
 
 
+@pytest.mark.slow
 def test_patience_and_best_follow_map(train, tmp_path, capsys):
     code, report = train("--epochs", "40", "--patience", "1", "--lr", "0")
     assert code == 0 and phase(report, [1], "val.") and not any(entry["step"] == [2] for entry in report)
@@ -252,6 +256,7 @@ def test_conflicts_are_errors(train, capsys, flags, parts):
     assert_one_error(capsys.readouterr().err, parts)
 
 
+@pytest.mark.slow
 def test_synthetic_images_have_several_labels(train):
     code, report = train("--data-format", "synthetic", "--benchmark", "--benchmark-steps", "2")
     assert code == 0
@@ -389,6 +394,7 @@ def test_export_computes_independent_probabilities(trained, data, tmp_path, caps
     assert [name for _, name in lines] == [each["class"] for each in expected]
 
 
+@pytest.mark.slow
 def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder, _ = trained

@@ -115,6 +115,7 @@ def test_nhwc_gradients_and_losses_match_nchw(parse):
     np.testing.assert_allclose(losses(parse("--data-layout", "NHWC"), nhwc), losses(parse(), batches), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_one_dnn_gradients_and_losses_match_paddle_kernels(parse):
     batches, one_step = random_batches(4, batch=32), ["--lr", "16", "--weight-decay", "0"]
     gradients_one_dnn = gradients(parse(*one_step), batches[0])

@@ -552,6 +552,7 @@ def test_slow_loader_logs_no_warning_on_cpu(parse, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypatch):
     advise = report.advise_on_loader
     monkeypatch.setattr(report, "STARVED_FRACTION", -1.0)

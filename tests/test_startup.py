@@ -33,6 +33,7 @@ def start(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_paddle_that_cannot_be_imported_is_a_failure(start, tmp_path):
     """A single process checks the folder of images first; with several processes, rank 0 checks the folder later."""
     (tmp_path / "paddle").mkdir()

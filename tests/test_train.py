@@ -46,6 +46,7 @@ def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
     assert phase(evaluated, [], "val.")["loss"] == phase(evaluated, [1], "val.")["loss"] == last["loss"]
 
 
+@pytest.mark.slow
 def test_seed_determines_initial_weights(run_train, tmp_path):
     weights = []
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
@@ -278,6 +279,7 @@ def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad
     assert_one_error(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train/class0/12.jpg", "val/class2/20.jpg"])
 def test_undecodable_image_stops_the_run_unless_in_skip_list(run_train, photos, tmp_path, capsys, name):
     root = changed_copy(photos, tmp_path, lambda root: (root / name).write_bytes(b"no image"))
@@ -376,6 +378,7 @@ def test_evaluation_without_val_folder_does_not_suggest_a_split(run_train, check
         assert_one_error(capsys.readouterr().err, [f"{root}: has no val/; put the class folders into val/, or use"])
 
 
+@pytest.mark.slow
 def test_checkpoint_of_finished_run_exits_with_code_2(run_train, tmp_path, capsys):
     run_train()
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "auto"]

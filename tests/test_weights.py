@@ -140,6 +140,7 @@ def test_class_names_are_omitted_unless_there_are_1000_classes(small, tmp_path):
     assert (meta["classes"], meta["arguments"]["num_of_class"]) == ([], 7)
 
 
+@pytest.mark.slow
 def test_fine_tuning_inherits_the_preprocessing_and_logs_it(file, run_bare, tmp_path, capsys):
     conversion.convert(file, tmp_path / "out", "Small")
     start = ["--from-pretrained-params", tmp_path / "out", "--pretrained-mismatch", "skip-classifier"]

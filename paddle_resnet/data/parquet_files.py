@@ -200,8 +200,10 @@ def _errors(path):
             yield
         except (pyarrow.ArrowException, OSError) as e:
             # pyarrow raises an OSError without errno for damaged data, and ArrowMemoryError if memory is exhausted.
-            if isinstance(e, MemoryError) or (isinstance(e, OSError) and e.errno is not None):
+            if isinstance(e, MemoryError):
                 raise
+            if isinstance(e, OSError) and e.errno is not None:
+                raise OSError(e.errno, os.strerror(e.errno)) from e  # pyarrow's message would repeat the path
             reason = " ".join(str(e).split())[:200]
             raise UsageError(f"{path}: damaged ({reason}); download it again") from e
 

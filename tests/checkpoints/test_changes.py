@@ -19,6 +19,7 @@ from paddle_resnet.utils.errors import UsageError
 pytestmark = pytest.mark.usefixtures("one_block")
 
 
+@pytest.mark.slow
 def test_resumed_run_writes_identical_files(run_train, tmp_path):
     """Regression test: the learning rate variable had the shape () before a resume and (1,) afterwards."""
     assert run_train("--epochs", "2")[0] == 0
@@ -29,6 +30,7 @@ def test_resumed_run_writes_identical_files(run_train, tmp_path):
         assert (tmp_path / f"output/Tiny/1/tiny.{end}").read_bytes() == data, end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_step", [3, 4], ids=["after epoch", "inside epoch"])
 def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, photos, tmp_path, capsys, train_step):
     root = tmp_path / "photos"

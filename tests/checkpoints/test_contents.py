@@ -33,6 +33,7 @@ def test_damaged_file_is_detected_and_reported(tmp_path, file, damage):
         contents.verify(folder)
 
 
+@pytest.mark.slow
 def test_flipped_bit_in_meta_json_is_detected_or_harmless(tmp_path):
     folder = write_checkpoint(tmp_path, "3", rate=0.125)
     data = (folder / "meta.json").read_bytes()

@@ -125,6 +125,7 @@ def converted(case):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.soak) if case in SLOW else case for case in other_projects.recorded()]
 )

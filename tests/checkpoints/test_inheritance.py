@@ -212,6 +212,7 @@ def test_resume_inherits_preprocessing(run_train, run_bare, tmp_path):
     assert contents.verify(tmp_path / "bare/Tiny/1")["arguments"]["interp"] == "cubic"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["--from-pretrained-params", "--from-checkpoint"])
 def test_resume_finds_run_that_inherited_its_network(run_bare, checkpoint, tmp_path, start):
     """The run folder is named after the network, but the command does not specify the network."""
@@ -236,6 +237,7 @@ def four_classes(photos, tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_fine_tuning_accepts_different_number_of_classes(run_bare, checkpoint, four_classes, tmp_path, capsys):
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36"]
     assert run_bare(*flags, image_root=four_classes)[0] == 2
@@ -305,6 +307,7 @@ def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, as_rank):
     assert args.num_of_class == 7
 
 
+@pytest.mark.slow
 def test_training_counts_classes_and_warns_about_unused_outputs(run_bare, four_classes, tmp_path, capsys):
     flags = [*without("--num-of-class"), "--epochs", "1"]
     assert run_bare(*flags, image_root=four_classes)[0] == 0
@@ -316,6 +319,7 @@ def test_training_counts_classes_and_warns_about_unused_outputs(run_bare, four_c
     assert_one_error(capsys.readouterr().err, ["--num-of-class 3: fewer than the 4 class folders"])
 
 
+@pytest.mark.slow
 def test_flags_are_printed_after_checks(run_bare, capsys):
     """By default, only flags that differ from their defaults are printed. With --show-config, all flags are printed."""
     flags = [*without("--show-config"), "--dry-run"]
@@ -328,6 +332,7 @@ def test_flags_are_printed_after_checks(run_bare, capsys):
     assert "optimizer: Momentum  # default\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_export_reports_outputs_and_class_names(run_train, photos, tmp_path, capsys):
     assert run_train("--num-of-class", "7")[0] == 0
     capsys.readouterr()

@@ -133,6 +133,7 @@ def test_different_number_of_classes_is_rejected(args, saved):
         variables.load(args.part(variables.LoadOptions), saved[0], main, PLACE)
 
 
+@pytest.mark.slow
 def test_integer_parameters_are_rejected(args, saved):
     path = saved[0] / "tiny.pdparams"
     state = pickle.loads(path.read_bytes())
@@ -337,6 +338,7 @@ def add_master(program, name):
     return value
 
 
+@pytest.mark.slow
 def test_pretrained_parameters_replace_master_weights(args, saved):
     folder, expected = saved
     args.from_pretrained_params, args.num_of_class = str(folder), 5

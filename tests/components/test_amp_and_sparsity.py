@@ -338,6 +338,7 @@ def test_bfloat16_parameters_follow_float32_masters(parse):
         np.testing.assert_array_equal(in_float32, with_master)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["Momentum", "LAMB", "RAdam"])
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_all_values_of_pruned_weights_remain_zero(parse, use_native, kernels, optimizer):
@@ -470,6 +471,7 @@ def test_constant_statistics_are_not_checked(parse):
         assert len(main.global_block().ops) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
 def test_fused_update_with_loss_scaling_equals_plain_update(parse, use_native, is_dynamic):
     result = []

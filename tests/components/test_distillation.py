@@ -206,6 +206,7 @@ def test_initial_weights_do_not_depend_on_teacher(parse, checkpoint):
         np.testing.assert_array_equal(found[1][name], value)
 
 
+@pytest.mark.slow
 def test_student_learns_from_teacher_without_labels(run_train, checkpoint):
     """With weight 1, the loss falls, because student and teacher have the same network."""
     flags = ["--distill-weight", "1", "--epochs", "12", "--lr", "0.1", "--bn-momentum", "0.5"]
@@ -278,6 +279,7 @@ def test_converted_weights_are_teachers(run_train, tmp_path, capsys):
     assert "teacher.top1" not in report[-1]["data"]
 
 
+@pytest.mark.slow
 def test_networks_from_file(run_train, tmp_path, capsys):
     file = tmp_path / "network.py"
     file.write_text(NETWORK_EXAMPLE + "\n\nTeacher = Net\n")
@@ -461,6 +463,7 @@ def test_teacher_cannot_be_added_to_run(run_train, checkpoint, tmp_path, capsys)
     assert run_train(*flags, "--teacher", "None")[0] == 0
 
 
+@pytest.mark.slow
 def test_run_does_not_delete_its_teacher(run_train, checkpoint, tmp_path, capsys):
     shutil.copytree(checkpoint, tmp_path / "output/Tiny/0")
     assert run_train("--teacher", tmp_path / "output", "--overwrite")[0] == 2

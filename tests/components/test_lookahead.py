@@ -63,6 +63,7 @@ def test_slow_weights_match_formula(parse, kernels):
             assert np.any(variable(name) != initial[name])
 
 
+@pytest.mark.slow
 def test_masters_are_updated_and_copied_to_parameters(parse, gpu_lists):
     """In half precision, lookahead updates the float32 master weights and copies them to the parameters."""
     args = parse(*RANGER, *NHWC)
@@ -111,6 +112,7 @@ def test_resume_is_bit_identical(losses_with_a_resume, tmp_path, kernels):
     assert "conv2d_3.w_0.slow" in expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [

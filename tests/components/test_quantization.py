@@ -265,6 +265,7 @@ def test_two_processes_average_ranges(launch, tmp_path):
     assert len(ranges(first)) == 14 and ranges(first) == ranges(second) == ranges(read(tmp_path / "output/Tiny/0"))
 
 
+@pytest.mark.slow
 def test_weights_without_ranges_are_an_error_unless_training_starts(checkpoint, run_train, capsys):
     for flags in (["--run-scope", "eval_only"], ["--last-epoch-of-checkpoint", "None"]):
         assert run_train("--qat", "--from-checkpoint", checkpoint, *flags, "--overwrite")[0] == 2

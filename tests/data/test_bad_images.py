@@ -142,6 +142,7 @@ def test_record_with_a_bad_label_stops_run_with_exit_code_2(photos, run_train, t
     assert place in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["empty", "float"])
 def test_bad_label_among_labels_from_1_is_reported_and_can_be_skipped(
     photos, run_train, tmp_path, monkeypatch, verify_here, capsys, bad

@@ -270,6 +270,7 @@ def renamed(photos, tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_run_and_evaluation_read_the_same_images_under_other_names(run_train, photos, renamed, tmp_path):
     results = []
     for root in (photos, renamed):
@@ -296,6 +297,7 @@ def test_resumed_run_reads_the_same_files_or_names_a_new_alias(run_train, photos
         DataRoot(renamed).open(Mode.TRAIN, 3, 0)
 
 
+@pytest.mark.slow
 def test_new_validation_split_of_a_resumed_run_is_a_warning(run_train, photos, renamed, tmp_path, capsys):
     flags = ("--output-dir", tmp_path / "output", "--resume")
     run_train("--epochs", 1, *flags, image_root=renamed)

@@ -50,6 +50,7 @@ def test_activations_of_small_network(tmp_path):
     assert size["multiply_adds"] == 16 * 16 * 16 * 9 * 3 + 8 * 8 * 32 * 9 * 16 + 32 * 10
 
 
+@pytest.mark.slow
 def test_size_of_self_attention():
     """The multiply-adds do not include the singular value of the weight, which is computed once per step."""
     attention, none = (__main__.size(arch, 64) for arch in ("XResNet50_Mish_SA", "XResNet50_Mish"))

@@ -81,6 +81,7 @@ def unavailable(package):
     raise UsageError(f"{package} is not installed")
 
 
+@pytest.mark.slow
 def test_resume_inside_epoch_is_bit_identical(file, losses_with_a_resume):
     expected, actual = losses_with_a_resume("0_2", "--model-arch-name", "net.py:Net", "--print-interval", "1")
     assert actual == expected

@@ -157,6 +157,7 @@ def decays(parse, layout, *flags):
     return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in graph.updates(main)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*few_blocks.QUICK, pytest.param("PPHGNetV2_B0", marks=pytest.mark.soak)])
 def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, register, name):
     """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factors of

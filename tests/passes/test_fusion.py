@@ -64,6 +64,7 @@ def train(args, batches):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fused_training_has_same_results(parse, register, block):
     """Losses, parameters, velocities and running means are equal. The running variances differ: the custom operators
@@ -127,6 +128,7 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, asse
     assert_same_training(parse(*NHWC, "--model-arch-name", "TinyMobile"), unfused=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", MOBILE)
 def test_fused_training_of_mobile_network_has_same_results(parse, register, assert_same_training, network):
     register("Tiny", MOBILE[network])
@@ -145,6 +147,7 @@ def test_fused_training_with_pointwise_convolutions_has_same_results(parse, asse
     assert_same_training(args, unfused=["_fuse_depthwise_conv"])
 
 
+@pytest.mark.slow
 def test_filter_gradients_of_narrow_pointwise_convolutions_use_custom_operator(parse, pointwise_kernels):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC, "--model-arch-name", "MobileNetV2")), main, startup, 10)

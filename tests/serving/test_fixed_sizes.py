@@ -15,6 +15,7 @@ def fast_model(checkpoint, sizes, tta="none"):
     return Model("captured step", network.description, lambda images: [steps(images)], steps=steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "tta"),
     [

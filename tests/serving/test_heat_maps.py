@@ -275,6 +275,7 @@ def test_command_needs_a_suitable_network(checkpoint_of, tmp_path, capsys):
     assert not (tmp_path / "maps").exists()
 
 
+@pytest.mark.slow
 def test_page_of_server_shows_heat_maps(checkpoint_of, monkeypatch, capsys):
     pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
     from paddle_resnet.serving import web

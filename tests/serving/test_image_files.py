@@ -86,6 +86,7 @@ def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, photo_paths,
         list(image_files.predict(model, [str(tmp_path / "a.jpg")]))
 
 
+@pytest.mark.slow
 def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path):
     """The shorter side of the image must cover the longer side of the crop. After resizing, the first two images would
     have 256 x 1,048,832 pixels."""

@@ -84,6 +84,7 @@ def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_p
     assert not (tmp_path / "exported").exists()
 
 
+@pytest.mark.slow
 def test_network_that_changes_the_output_of_its_last_layer_is_not_tempered(trained, photos, tmp_path, monkeypatch):
     """A user's network may compute its logits from the output of the layer `last`."""
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")

@@ -82,6 +82,7 @@ def test_exported_model_matches_evaluation_metrics(trained, parse, photos, tmp_p
 QUICK = [("NHWC with four channels and ASP", "uint8"), ("rectangle with custom preprocessing", "float32")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "images"),
     [
@@ -344,6 +345,7 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
             verify(change(checkpoint, tmp_path / str(i), **wrong))
 
 
+@pytest.mark.slow
 def test_network_with_one_class_is_verified(one_block, run_train, photos, tmp_path, capsys):
     """Regression test: the export ended with a ValueError, because an image had no second class."""
     for split in ("train", "val"):
@@ -355,6 +357,7 @@ def test_network_with_one_class_is_verified(one_block, run_train, photos, tmp_pa
     assert capsys.readouterr().out.count("top1 1, loss ") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["correct", "wrong"])
 def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong

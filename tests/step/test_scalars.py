@@ -58,6 +58,7 @@ def test_facts_of_a_copy_are_shared_and_end_with_the_program():
 FLAGS = "--optimizer RAdam --lr 0.001 --ema 0.9 --lookahead 5,0.5 --mixup 0.2 --class-weights balanced --qat"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--dropout 0.2 --accumulate-steps 2 --clip-grad-norm 1"])
 def test_programs_of_build_are_not_kept(parse, one_block, more):
     """Fleet itself keeps the first and the last program, and ASP keeps all."""

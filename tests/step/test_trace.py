@@ -42,6 +42,7 @@ def traced_steps(counts):
     return sorted(name for name, count in counts.items() if name.startswith("ProfileStep") and count == 1)
 
 
+@pytest.mark.slow
 def test_trace_of_benchmark_contains_steps_and_operators(run_train, tmp_path):
     code, report = run_train("--run-scope", "train_only", *BENCHMARK, "--profile-steps", "1:4")
     assert code == 0

@@ -43,6 +43,7 @@ def test_preview_shows_original_and_input_of_network(colors, flags):
         assert all((version == (20 * i, 0, 255)).all() for version in versions)
 
 
+@pytest.mark.slow
 def test_preview_applies_augmentation_flags_and_writes_png(photos, tmp_path, capsys):
     flags = ["--color-jitter", "0.5", "--rotate-degrees", "30"]
     [(*_, first), (_, plain, last)] = inspection.augmented(photos, 2, 3, TINY)
@@ -67,6 +68,7 @@ def test_preview_arranges_versions_next_to_their_image(images, columns):
     assert inspection._grid(rows) == (pictures, titles, columns)
 
 
+@pytest.mark.slow
 def test_preview_skips_undecodable_images(colors, tmp_path, capsys, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied")
@@ -170,6 +172,7 @@ def test_info_distinguishes_classes_with_same_name(colors):
     assert inspection.info(colors)["train"]["classes"] == {"crane (0)": 1, "crane (1)": 2, "wren": 1}
 
 
+@pytest.mark.slow
 def test_speed_measures_each_setting(photos, capsys):
     rows = inspection.speed(photos, [1, 2], [0.5, 0.9], batches=2, repeats=2, arguments=TINY)
     assert [row[:3] for row in rows] == [("cpu", 1, None), ("cpu", 2, None)]

@@ -447,6 +447,7 @@ def test_folder_without_splits_is_rejected(tmp_path, capsys):
     assert "neither train/ nor val/" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("crash", "message"),
     [

@@ -205,6 +205,7 @@ def test_closed_pipe_ends_silently(command):
     assert process.returncode == 141
 
 
+@pytest.mark.slow
 def test_help_imports_neither_paddle_nor_dali():
     code = "import sys, train; sys.modules |= dict.fromkeys(('paddle', 'nvidia.dali')); train.main(['--help', 'all'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

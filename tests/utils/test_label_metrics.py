@@ -23,6 +23,7 @@ def brute_force_ap(labels, values):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ties", [False, True])
 def test_average_precision_equals_definition_and_scikit_learn(ties):
     rows = scores(ties=ties)

@@ -79,6 +79,7 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, run_tra
     assert [entry["step"] for entry in reports[0]] == [entry["step"] for entry in reports[1]]
 
 
+@pytest.mark.slow
 def test_closed_terminal_does_not_stop_the_run(tmp_path):
     program = "import sys, time\nfrom utils import progress\nwith progress.shown():\n    print('ready', flush=True)\n"
     program += "    time.sleep(1)\n    progress.phase('b')\nopen(sys.argv[1], 'w').close()"
@@ -122,6 +123,7 @@ def test_progress_line_omits_items_that_do_not_fit(columns, more):
     assert line in [part.rstrip() for part in re.split(r"[\r\n]", received)]
 
 
+@pytest.mark.slow
 def test_progress_line_is_truncated_to_one_row():
     program = "from utils import progress\nwith progress.shown():\n"
     program += "    progress.phase('p'); progress.show(1, 2, 3, 4, ['a figure'] * 20); import time; time.sleep(0.6)"

@@ -177,6 +177,7 @@ def test_threads_started_in_block_never_receive_signals():
     assert not blocked_signals("/proc/self/status") >> (signal.SIGTERM - 1) & 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["train.py"], ["-m", "paddle_resnet.predict"], ["paddle-resnet", "predict"]])
 def test_threads_of_numpy_block_signals(command, tmp_path, console_script):
     command = [console_script if word == "paddle-resnet" else word for word in command]

@@ -148,7 +148,7 @@ def test_unusable_files_are_errors(images, tmp_path):
 def test_unreadable_file_is_not_reported_as_damaged(images, tmp_path):
     write(tmp_path, images)
     path = tmp_path / NAME.format("val")
-    message = f"{path}: cannot be read .+Permission denied.; make it readable"
+    message = rf"{path}: cannot be read \(Permission denied\); make it readable"
     with without_permission(path), pytest.raises(UsageError, match=message):
         DataRoot(tmp_path).open(Mode.EVAL, 3, 0)
     data = path.read_bytes()
