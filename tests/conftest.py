@@ -414,12 +414,6 @@ def without_locks(monkeypatch):
 
 
 @pytest.fixture
-def without_pynvml(monkeypatch):
-    """Act like an environment in which nvidia-ml-py is not installed."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-
-
-@pytest.fixture
 def scored(monkeypatch):
     """Return a function that sets the top1 of the next evaluations."""
     run = program.run

@@ -44,9 +44,9 @@ def test_driver_reports_first_gpu(nvml):
 
 
 @pytest.mark.parametrize("fault", ["no package", "nvmlInit", "nvmlDeviceGetHandleByIndex", "hidden", "-1"])
-def test_machine_without_usable_gpu_has_none(nvml, environment, request, fault):
+def test_machine_without_usable_gpu_has_none(nvml, environment, uninstalled, fault):
     if fault == "no package":
-        request.getfixturevalue("without_pynvml")
+        uninstalled("pynvml")
     elif fault in ("hidden", "-1"):
         environment(CUDA_VISIBLE_DEVICES=fault.replace("hidden", ""))
     else:

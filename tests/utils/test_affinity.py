@@ -114,8 +114,8 @@ def test_unknown_gpu_logs_a_warning(machine, environment, capsys, visible, local
     assert f"the affinity is unchanged, because the cores near GPU {local_gpu} cannot be" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("without_pynvml")
-def test_missing_pynvml_logs_a_warning(machine, capsys):
+def test_missing_pynvml_logs_a_warning(machine, uninstalled, capsys):
+    uninstalled("pynvml")
     affinity.bind_to_gpu(0)
     assert machine == []
     assert (
