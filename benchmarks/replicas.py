@@ -37,6 +37,7 @@ def measure() -> None:
     args = config.parse_args(["--data-format", "synthetic", *(sys.argv[1:] or O2)])
     main_prog, startup_prog = static.Program(), static.Program()
     args = program.start(args)
+    paddle.seed(args.seed)  # Fleet broadcasts the parameters, but not their float32 copies for mixed precision
     _, _, _, optimizer = program.build(args, main_prog, startup_prog, step_each_epoch=1000)
     place = processes.place(args.device)
     static.Executor(place).run(startup_prog)
