@@ -126,6 +126,9 @@ class CapturedStep:
         # An Executor frees the memory of programs that it has not run recently. To keep the memory of the captured
         # step, this class has its own Executor, which runs only two programs.
         self._exe = static.Executor(place)
+        # Collective operators have the attribute ring_id. Without them, each process decides alone, because it may run
+        # a program that no other process runs, for example to predict on rank 0.
+        self._is_collective = any(op.has_attr("ring_id") for op in graph.block(program._program).ops)
         self.inputs, self._copy_program, self._program = _split(program)
         self._shapes, self._steps = None, 0
         self._graph = self._captured_at = None
@@ -157,13 +160,16 @@ class CapturedStep:
     def check(self) -> None:
         """Discard the captured step if another program has moved a tensor since the capture.
 
-        If one process discards its captured step, all processes discard theirs, because NCCL requires that either all
-        processes capture an all-reduce or no process does.
+        If one process discards its captured step of a collective program, all processes discard theirs, because NCCL
+        requires that either all processes capture an all-reduce or no process does.
         """
-        has_moved = self._graph is not None and self._addresses() != self._captured_at
-        if exchange.all_gather([has_moved]).any():
+        if self._is_true_anywhere(self._graph is not None and self._addresses() != self._captured_at):
             self._discard()
             self._steps = 0
+
+    def _is_true_anywhere(self, condition):
+        """Return whether a condition is true in this process or, if the program is collective, in any process."""
+        return bool(exchange.all_gather([bool(condition)]).any() if self._is_collective else condition)
 
     def _run(self):
         self._exe.run(self._program, fetch_list=[])
@@ -175,9 +181,9 @@ class CapturedStep:
 
     def _compare(self):
         """Capture the step, compare its results with those of an uncaptured step, and reset the variables to their
-        values before the step. If the results differ in any process, discard the captured step. All later steps then
-        run uncaptured; if the user has set --cuda-graph true, raise RunError instead. A second uncaptured step shows
-        whether the results differ even without capturing."""
+        values before the step. If the results differ in this process or, with a collective program, in any process,
+        discard the captured step. All later steps then run uncaptured; if the user has set --cuda-graph true, raise
+        RunError instead. A second uncaptured step shows whether the results differ even without capturing."""
         before = self._values()
         self._run()
         expected = self._values()
@@ -187,13 +193,13 @@ class CapturedStep:
         tolerance = 0 if _is_deterministic(self._place) else TOLERANCE
         differing = _differing(self._values(), expected, before, tolerance)
         self._set(before)
-        if exchange.all_gather([bool(differing)]).any():
+        if self._is_true_anywhere(differing):
             self._discard()
             self._steps = -np.inf
             self._run()
             changing = _differing(self._values(), expected, before, tolerance)
             self._set(before)
-            problem = _problem(differing, changing, exchange.all_gather([bool(changing)]).any(), self._untested)
+            problem = _problem(differing, changing, self._is_true_anywhere(changing), self._untested)
             if self._is_explicit:
                 raise RunError(f"--cuda-graph true: {problem}; use --cuda-graph false")
             logger.warn(f"--cuda-graph false: {problem}")

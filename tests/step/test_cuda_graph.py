@@ -136,21 +136,6 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
     assert len(fake.made) > 2
 
 
-@pytest.mark.slow
-def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch, uncaptured):
-    """With NCCL, either all processes of a job or none must capture an all-reduce."""
-
-    def gather(values):
-        is_flag = len(values) == 1 and isinstance(values[0], bool)
-        return np.array([values, [True]]) if is_flag else np.array([values], np.float64)
-
-    monkeypatch.setattr(cuda_graph.exchange, "all_gather", gather)
-    result = results(run_train, tmp_path / "recorded")
-    assert result[:2] == uncaptured[:2]
-    # Each training epoch captures one graph. Each evaluation ends before the step that would be captured.
-    assert len(fake.made) == 3
-
-
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -391,8 +376,9 @@ def test_flags_of_a_capture_are_reset_even_after_an_error(monkeypatch):
 
 @pytest.fixture
 def step(monkeypatch):
-    """Return a CapturedStep of a job of two processes, whose methods record their calls in step.calls. step.others are
-    the values that the other process sends, and step.is_deterministic is whether the kernels are deterministic."""
+    """Return a CapturedStep of a collective program in a job of two processes, whose methods record their calls in
+    step.calls. step.others are the values that the other process sends, and step.is_deterministic is whether the
+    kernels are deterministic."""
     calls = []
 
     class Graph:
@@ -411,7 +397,7 @@ def step(monkeypatch):
     monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: calls.append("free"))
     step = cuda_graph.CapturedStep.__new__(cuda_graph.CapturedStep)
     step._place, step._graph, step._steps, step._untested, step._is_explicit = "GPU", None, 2, ["relu"], False
-    step.calls, step.addresses = calls, {"w": 1}
+    step.calls, step.addresses, step._is_collective = calls, {"w": 1}, True
     step.others, step.is_deterministic = iter(()), False
     monkeypatch.setattr(cuda_graph, "_is_deterministic", lambda place: step.is_deterministic)
     monkeypatch.setattr(cuda_graph.exchange, "all_gather", lambda own: np.array([own, [next(step.others)]], float))
@@ -441,6 +427,19 @@ def test_graph_is_discarded_if_a_tensor_of_any_process_has_moved(step, moves, ot
     step.check()
     assert (step._graph, step._steps) == ((None, 0) if moves or other_moves else (graph, 2))
     assert ("reset" in step.calls) == (moves or other_moves)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_process_decides_alone_if_the_program_is_not_collective(step, moves):
+    """step.others is empty: an exchange would wait for the other process, as rank 0 would do when it predicts."""
+    step._is_collective = False
+    values = iter([1, 2, 2])
+    step._values = lambda: {"w": np.float32([next(values)])}
+    step._set = lambda values: None
+    step._compare()
+    step.addresses = {"w": 2 if moves else 1}
+    step.check()
+    assert (step._graph is None) == moves
 
 
 @pytest.mark.parametrize("is_explicit", [False, True])
