@@ -37,7 +37,6 @@ def test_mixup_draws_one_ratio_for_all_pixels():
     assert np.var(ratios) == pytest.approx(1 / (4 * 1.8), rel=0.06)
 
 
-@pytest.mark.slow
 def test_cutmix_draws_box_and_counts_pixels():
     """In arXiv:1905.04899, appendix A, the box has a random center, and the ratio determines its area. The box is then
     clipped at the edges of the image."""
@@ -82,7 +81,6 @@ def losses_of(args, feeds):
         return result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "kernels"),
     [("--mixup", KERNELS[0]), *(("--cutmix", kernels) for kernels in KERNELS)],
