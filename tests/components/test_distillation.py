@@ -135,6 +135,17 @@ def test_loss_and_gradient_equal_formula(parse, with_component, checkpoint, requ
     np.testing.assert_allclose(z, logits_of(checkpoint, images, kernels, is_multi_label), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("flags", [[], ["--mixup", "0.4"], ["--cutmix", "1"]])
+def test_teacher_and_student_see_the_same_images(parse, checkpoint, flags):
+    main = static.Program()
+    program.build(frozen(parse(*STUDENT, "--teacher", checkpoint, *flags)), main, static.Program(), 1)
+    convolutions = [op for op in main.global_block().ops if op.type == "conv2d"]
+    images = {op.input("Filter")[0]: op.input("Input") for op in convolutions}
+    assert images["teacher.conv2d_0.w_0"] == images["conv2d_0.w_0"] != [] and (
+        images["conv2d_0.w_0"] != ["data"]
+    ) == bool(flags)
+
+
 def logits_of(checkpoint, images, kernels, is_multi_label):
     """Return the logits of an evaluation program for images in NHWC with four channels."""
     from paddle_resnet.serving import networks
