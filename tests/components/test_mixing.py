@@ -177,6 +177,15 @@ def test_drop_path_rate_increases_with_depth_and_is_zero_in_evaluation(parse, fo
     assert "dropout" not in [op.type for op in main.global_block().ops]
 
 
+def test_drop_path_drops_branches_that_end_with_self_attention(parse, register):
+    register("Tiny", partial(ResNet, BottleneckBlock, (2,), width=8, self_attention=True))
+    main = static.Program()
+    program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 10)
+    assert [op.attr("dropout_prob") for op in main.global_block().ops if op.type == "dropout"] == pytest.approx(
+        [0.1, 0.2]
+    )
+
+
 def test_random_numbers_depend_on_seed_step_layer_and_rank():
     keys = [(0, 0, "mix", 0), (1, 0, "mix", 0), (0, 1, "mix", 0), (0, 0, "dropout", 0), (0, 0, "mix", 1)]
     numbers = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
