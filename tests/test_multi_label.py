@@ -130,6 +130,17 @@ def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
     assert [float(row["threshold"]) for row in table] == pytest.approx(thresholds, abs=1e-6)
 
 
+def test_image_without_a_predicted_class_needs_no_heat_map(trained, data, tmp_path, capsys):
+    folder = trained[0] / "2"
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"thresholds": [1.0] * len(CLASSES)}))
+    path = str(next(each for each in sorted(data.rglob("*.*")) if each.suffix != ".csv"))
+    capsys.readouterr()
+    assert predict.main([str(folder), path, "--device", "cpu", "--heat-map", str(tmp_path / "maps")]) == 0
+    assert capsys.readouterr().out == f"{path}: none of the classes\n"
+
+
+
 @pytest.mark.slow
 def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     flags = ["--report-html", tmp_path / "page.html", "--lr", "1e-6"]

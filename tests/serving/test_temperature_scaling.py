@@ -74,7 +74,8 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
 
 def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys):
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", "--tta", "flip")
-    export.export(checkpoint, tmp_path / "exported", temperature="auto", verify=photos)
+    description = export.export(checkpoint, tmp_path / "exported", temperature="auto", verify=photos, uint8=True)
+    assert description["input"]["dtype"] == "uint8" and description["temperature"]["value"] != 1
     assert capsys.readouterr().out.rstrip().endswith("confirmed")
 
 
