@@ -20,6 +20,7 @@ from paddle import static
 from starlette.testclient import TestClient
 
 from conftest import NHWC, ROOT, assert_one_error, frozen, losses, phase
+from helpers import with_meta
 from paddle_resnet import export, predict, program
 from paddle_resnet import report as report_command
 from paddle_resnet import train as train_module
@@ -131,9 +132,7 @@ def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
 
 
 def test_image_without_a_predicted_class_needs_no_heat_map(trained, data, tmp_path, capsys):
-    folder = trained[0] / "2"
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"thresholds": [1.0] * len(CLASSES)}))
+    folder = with_meta(trained[0] / "2", tmp_path / "above_all", thresholds=[1.0] * len(CLASSES))
     path = str(next(each for each in sorted(data.rglob("*.*")) if each.suffix != ".csv"))
     capsys.readouterr()
     assert predict.main([str(folder), path, "--device", "cpu", "--heat-map", str(tmp_path / "maps")]) == 0
