@@ -559,7 +559,10 @@ UNUSUAL = {
     "affine of the images with a frozen bias": (lambda x: affine(x, ["bias"]), 1),
     "affine whose product has two readers": (lambda x: affine_product(conv(x)), 0),
     "affine of numbers per image": (lambda x: affine(paddle.flatten(global_average_pool(conv(x)), 1)), 1),
-    "scale that is not a parameter": (lambda x: (lambda y: y * paddle.mean(y, keepdim=True) + 1)(conv(x)), 0),
+    "affine with a scale that is not a parameter": (
+        lambda x: (lambda y: y * paddle.reshape(paddle.mean(y), [1]) + LearnableAffine().bias)(conv(x)),
+        0,
+    ),
     "pool with unknown height": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
 }
 
