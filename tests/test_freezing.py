@@ -23,6 +23,7 @@ def model_of(arch, layout="NCHW"):
         return build_model(arch, 3, 3, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "names"),
     [
@@ -232,7 +233,6 @@ def test_startup_program_of_later_stage_initializes_only_new_variables():
     assert variable("new").any()
 
 
-@pytest.mark.slow
 def test_frozen_phase_keeps_pretrained_weights(one_block, run_train, checkpoint, tmp_path, capsys):
     flags = ["--from-pretrained-params", checkpoint, "--epochs", "2", *UNFREEZE]
     assert run_train(*flags)[0] == 0
@@ -254,7 +254,6 @@ def test_frozen_phase_keeps_pretrained_weights(one_block, run_train, checkpoint,
     assert "--freeze stem (was all-but-classifier)" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["--kernels", "native", *NHWC]], ids=["NCHW", "NHWC"])
 def test_frozen_layers_are_pruned_and_remain_sparse(one_block, run_train, checkpoint, tmp_path, layout):
     """Layers that are frozen at first have masks, so that they remain sparse after --unfreeze-at and in later runs."""

@@ -72,7 +72,6 @@ def rows(path):
         return [*csv.DictReader(f)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", RECIPES.values(), ids=RECIPES)
 def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags):
     code, report = train("--epochs", "8", "--predictions", tmp_path / "p.csv", *flags)
@@ -114,7 +113,6 @@ def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, data, tmp_p
     assert metas[0]["thresholds"] == metas[1]["thresholds"]
 
 
-@pytest.mark.slow
 def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
     folder, expected = trained
     flags = ["--run-scope", "eval_only", "--from-checkpoint", folder / "2", "--overwrite"]
@@ -173,7 +171,6 @@ def test_fine_tuning_can_change_kind_of_labels(checkpoint, train):
     assert code == 0 and "map" in phase(report, [0], "val.")
 
 
-@pytest.mark.slow
 def test_patience_and_best_follow_map(train, tmp_path, capsys):
     code, report = train("--epochs", "40", "--patience", "1", "--lr", "0")
     assert code == 0 and phase(report, [1], "val.") and not any(entry["step"] == [2] for entry in report)
@@ -256,7 +253,6 @@ def test_conflicts_are_errors(train, capsys, flags, parts):
     assert_one_error(capsys.readouterr().err, parts)
 
 
-@pytest.mark.slow
 def test_synthetic_images_have_several_labels(train):
     code, report = train("--data-format", "synthetic", "--benchmark", "--benchmark-steps", "2")
     assert code == 0
@@ -394,7 +390,6 @@ def test_export_computes_independent_probabilities(trained, data, tmp_path, caps
     assert [name for _, name in lines] == [each["class"] for each in expected]
 
 
-@pytest.mark.slow
 def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder, _ = trained
@@ -458,7 +453,6 @@ def test_program_interface_has_float_labels():
         assert feeds["label"].shape == (-1, 4) and feeds["label"].dtype == paddle.float32
 
 
-@pytest.mark.slow
 def test_commands_of_page_run(tmp_path, work_in, capsys):
     """The commands of docs/multilabel.md, in this process and with a small network."""
     page = (ROOT / "docs/multilabel.md").read_text()

@@ -159,7 +159,6 @@ def test_fused_training_with_pointwise_convolutions_has_same_results(parse, asse
     assert_same_training(args, unfused=["_fuse_depthwise_conv"])
 
 
-@pytest.mark.slow
 def test_filter_gradients_of_narrow_pointwise_convolutions_use_custom_operator(parse, pointwise_kernels):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC, "--model-arch-name", "MobileNetV2")), main, startup, 10)
@@ -970,7 +969,6 @@ def test_affine_gradients_are_written_to_buffer_of_fused_all_reduce(made_before,
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_run_with_custom_kernels_trains_evaluates_and_resumes(
     one_block, run_train, losses_with_a_stop, tmp_path, capsys
 ):

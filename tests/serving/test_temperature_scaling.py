@@ -25,7 +25,6 @@ def checkpoint(one_block, checkpoint):
     return checkpoint
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("uint8", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_temperature_is_part_of_every_exported_network(trained, photos, photo_paths, tmp_path, capsys, uint8):
     pytest.importorskip("onnxruntime")
@@ -84,7 +83,6 @@ def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_p
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.slow
 def test_network_that_changes_the_output_of_its_last_layer_is_not_tempered(trained, photos, tmp_path, monkeypatch):
     """A user's network may compute its logits from the output of the layer `last`."""
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
