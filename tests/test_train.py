@@ -18,6 +18,7 @@ from paddle_resnet.checkpoints import contents, variables
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
 from paddle_resnet.optimizers import schedules
+from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from paddle_resnet.utils.mode import Mode
 
@@ -146,7 +147,7 @@ def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
 def test_bn_statistics_are_averaged_at_each_end_of_an_epoch(run_train, monkeypatch, scope):
     """Several processes need this average also without evaluation, because checkpoints contain it."""
     averaged = []
-    monkeypatch.setattr(train.all_reduces, "average_bn", lambda exe, program: averaged.append(program))
+    monkeypatch.setattr(all_reduces, "average_bn", lambda exe, program: averaged.append(program))
     assert run_train("--run-scope", scope, "--epochs", "2")[0] == 0
     assert len(averaged) == 2
 

@@ -252,6 +252,19 @@ def test_features_are_those_of_the_quantized_network(trained):
     np.testing.assert_array_equal(probabilities, networks.load_checkpoint(checkpoint).model().run(images))
 
 
+def test_int8_export_for_onnxruntime_keeps_the_8_bits_of_the_weights(trained, tmp_path):
+    """Without --qat, weights for onnxruntime have 7 bits."""
+    onnx = pytest.importorskip("onnx")
+    checkpoint, _ = trained("--run-scope", "train_only")
+    export.export(checkpoint, tmp_path / "exported", int8="onnxruntime")
+    assert inference.open_model(tmp_path / "exported/model.onnx", "cpu").description["int8"]["weight_bits"] == 8
+    graph = onnx.load(tmp_path / "exported/model.onnx").graph
+    weights = [
+        onnx.numpy_helper.to_array(each) for each in graph.initializer if each.data_type == onnx.TensorProto.INT8
+    ]
+    assert max(np.abs(np.int32(each)).max() for each in weights if each.ndim == 4) == 127
+
+
 @pytest.mark.slow
 def test_captured_step_matches_uncaptured_step(one_block, run_train, tmp_path, fake):
     flags = [*THREE, *NHWC, "--kernels", "native"]

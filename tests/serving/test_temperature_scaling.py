@@ -72,6 +72,21 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert f"divided by the temperature {fitted['value']:.6g}" in card
 
 
+def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
+    pytest.importorskip("onnxruntime")
+    flags = {"int8": "onnxruntime", "calibration": export.Calibration(photos), "verify": photos}
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
+    export.export(checkpoint, tmp_path / "plain", **flags)
+    value = export.export(checkpoint, tmp_path / "tempered", temperature="auto", **flags)["temperature"]["value"]
+    images = np.random.default_rng(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
+    plain, tempered = (
+        inference.open_onnx(tmp_path / name / "model.onnx", "cpu", logits=True).outputs(images)[1]
+        for name in ("plain", "tempered")
+    )
+    assert abs(value - 1) > 0.1
+    np.testing.assert_allclose(tempered * value, plain, rtol=0, atol=0.03 * np.abs(plain).max())
+
+
 def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(confidence, "fit_temperature", lambda logits, labels: None)
     arguments = [str(checkpoint), str(tmp_path / "exported"), "--verify", str(photos), "--temperature", "auto"]
