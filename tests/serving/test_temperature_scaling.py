@@ -72,6 +72,12 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert f"divided by the temperature {fitted['value']:.6g}" in card
 
 
+def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys):
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", "--tta", "flip")
+    export.export(checkpoint, tmp_path / "exported", temperature="auto", verify=photos)
+    assert capsys.readouterr().out.rstrip().endswith("confirmed")
+
+
 def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
     pytest.importorskip("onnxruntime")
     flags = {"int8": "onnxruntime", "calibration": export.Calibration(photos), "verify": photos}
