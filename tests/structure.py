@@ -47,6 +47,19 @@ def taking(path: Path) -> list[ast.FunctionDef]:
     return [function for function in functions(path) if takes_settings(function, names)]
 
 
+def entered(path: Path, name: str) -> set[Path]:
+    """Return the modules that the settings enter from a function: those of the functions that take all settings and
+    that it calls, directly or through other such functions. Calls are followed by name, whatever the receiver is."""
+    takers = [(module, f) for module in ROOT.glob("paddle_resnet/**/*.py") for f in taking(module)]
+    reached, pending = [], [(path, f) for f in taking(path) if f.name == name]
+    while pending:
+        reached.append(pending.pop())
+        calls = [node.func for node in ast.walk(reached[-1][1]) if isinstance(node, ast.Call)]
+        names = {getattr(call, "attr", getattr(call, "id", None)) for call in calls}
+        pending += [taker for taker in takers if taker[1].name in names and taker not in [*reached, *pending]]
+    return {module for module, _ in reached}
+
+
 def is_typed(function: ast.FunctionDef) -> bool:
     """Return whether all parameters except self and cls, and the result, have annotations."""
     named = [p for p in parameters(function) if p.arg not in ("self", "cls")]
@@ -82,6 +95,7 @@ def measure() -> dict[str, int]:
         "functions": sum(len(functions(path)) for path in modules),
         "functions that take all settings": sum(counts.values()),
         "modules with such a function": sum(count > 0 for count in counts.values()),
+        "modules that settings enter from program.build": len(entered(ROOT / "paddle_resnet/program.py", "build")),
         "public functions": len(public),
         "public functions with types": sum(map(is_typed, public)),
         "tests": len(tests),

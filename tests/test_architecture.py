@@ -173,6 +173,12 @@ def test_number_of_functions_that_take_all_settings_does_not_grow():
     assert 0 < count <= MAX_TAKE_SETTINGS
 
 
+def test_settings_enter_few_modules_when_a_program_is_built():
+    """build resolves the settings, and gives each component only its own."""
+    modules = structure.entered(ROOT / "paddle_resnet/program.py", "build")
+    assert {path.stem for path in modules} == {"program", "resolution", "inheritance", "validation"}
+
+
 def test_parameters_that_contain_all_settings_are_found():
     code = "def f(args): ...\ndef g(settings: Settings): ...\ndef h(x, settings: values.Settings): ...\ndef i(x): ..."
     functions = ast.parse(code).body

@@ -173,7 +173,6 @@ def test_balanced_loader_that_is_resumed_twice_repeats_no_draws(parse, imbalance
     assert [labels.tolist() for _, labels in take(again, 16)] == expected
 
 
-@pytest.mark.slow
 def test_balanced_order_continues_after_epoch_with_changed_flag(parse, imbalanced, capsys):
     loader = balanced_loader(parse, imbalanced)
     epoch(loader)
@@ -219,7 +218,6 @@ def test_undecodable_image_is_reported_with_balanced_sampling(parse, imbalanced,
             epoch(balanced_loader(parse, tmp_path))
 
 
-@pytest.mark.slow
 def test_balanced_run_resumes_exactly_within_epoch(losses_with_a_resume, imbalanced, tmp_path):
     flags = ["--class-weights", "balanced", "--balanced-sampling", "--mixup", "0.2", "--epochs", "2"]
     flags += ["--print-interval", "1", "--batch-size", "4"]

@@ -302,7 +302,6 @@ def test_captured_run_is_identical_to_run_with_chosen_epochs(run, fake, chooses_
     assert losses(report) == losses(run("--epochs", 2, *flags, "--cuda-graph", "false", folder="epochs")[1])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_warning_about_captured_step_is_shown_during_measurement(run, fake, chooses_two, monkeypatch, capsys):
     monkeypatch.setattr(cuda_graph, "TESTED", cuda_graph.TESTED - {"matmul_v2"})

@@ -71,6 +71,7 @@ for name in cli.COMMANDS:
 """
 
 
+@pytest.mark.slow
 def test_each_command_runs_its_module(console_script, capsys):
     command = [sys.executable, "-W", "ignore", "-c", HELP_OF_EACH_COMMAND, console_script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

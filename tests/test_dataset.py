@@ -40,6 +40,7 @@ def test_sample_has_ten_classes_in_two_splits(sample):
     assert sorted(path.name for path in sample.iterdir()) == ["train", "val"]
 
 
+@pytest.mark.slow
 def test_sample_images_are_rgb_jpegs_of_64_pixels(sample):
     kinds = set()
     for path in files(sample).values():

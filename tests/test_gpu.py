@@ -30,6 +30,7 @@ from conftest import (
 )
 from helpers import epoch, take
 from paddle_resnet import budget, dali, export
+from paddle_resnet.models.pphgnet_v2 import PPHGNetV2
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.step import cuda_graph
@@ -462,6 +463,34 @@ def test_mish_and_self_attention_are_captured_in_every_precision(run_train, dete
     network = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8, activation="mish", **options)
     register("Tiny", network)
     assert_captured_losses_are_equal(run_train, capsys, "--epochs", "3", *flags, "--kernels", "native")
+
+
+@pytest.mark.parametrize("frozen", [[], ["--freeze", "blocks.0"]], ids=["", "frozen block"])
+@pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
+def test_affine_layers_are_captured_in_every_precision(run_train, deterministic, register, capsys, flags, frozen):
+    """Gradients pass through the layers of the frozen block."""
+    register("Tiny", partial(PPHGNetV2, stages=((8, 16, 1, False, False, 3), (8, 64, 2, True, True, 5))))
+    flags = ["--epochs", "3", "--print-interval", "1", *flags, "--kernels", "native", *frozen]
+    assert_captured_losses_are_equal(run_train, capsys, *flags)
+
+
+@pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
+def test_affine_layers_have_similar_losses_with_native_and_paddle_kernels(
+    run_train, deterministic, register, capsys, flags, tolerance
+):
+    """Like test_native_and_paddle_kernels_have_similar_losses, for a network with affine layers and without depthwise
+    convolutions."""
+    register("Tiny", partial(PPHGNetV2, stages=((8, 16, 1, False, False, 3),)))
+    results = {}
+    for kernels in ("native", "paddle"):
+        choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]
+        code, report = run_train("--run-scope", "train_only", *flags, *choice)
+        assert code == 0
+        # 5 layers in the stem, 5 in the block, and the last one
+        assert ("11 native_affine, 11 native_affine_backward" in capsys.readouterr().out) == (kernels == "native")
+        results[kernels] = losses(report)
+    for step, loss in results["paddle"].items():
+        assert results["native"][step] == pytest.approx(loss, rel=tolerance if step == (0, 0) else 0.1), step
 
 
 # Paddle's operators that networks apply in half precision: {name: function of a batch x [4, 5, 6, 16] in NHWC and a

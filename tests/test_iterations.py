@@ -198,7 +198,6 @@ def test_stops_count_steps_of_each_stage(parse, flags):
     assert next(durations.stops(args, TIMELINE, 6)).epoch == 2
 
 
-@pytest.mark.slow
 def test_schedule_counts_steps_of_each_stage(run_train, caplog):
     """The stages have 3, 7 and 3 steps. The second stage has half the batch size and half the learning rate of the
     other stages."""
@@ -227,7 +226,6 @@ def test_unfreezing_keeps_size_of_its_stage(parse):
     assert stage.first_epoch == 0 and args.stage(stage.changes) is args
 
 
-@pytest.mark.slow
 def test_num_iter_may_end_inside_a_stage(run_train):
     """The second stage changes only the batch size."""
     flags = [*STEPS, "--sizes", "32:0,32:1:4", "--num-iter"]

@@ -330,7 +330,6 @@ def test_recipe_is_chosen_as_in_training(find):
     assert curve.arguments["color_jitter"] == 0.2 and curve.arguments["weight_decay"] == 0.01
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_steps_are_captured_as_in_training(find, fake):
     flags = [*NHWC, "--kernels", "native", "--to-lr", 1]

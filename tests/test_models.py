@@ -132,6 +132,7 @@ def test_resnet50_parameter_names_match_nvidia_example():
     assert shapes["conv2d_5.w_0"] == [64, 256, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EXPECTED_PARAMETERS)
 def test_trainable_parameter_count(arch):
     program = described(arch)
@@ -205,6 +206,7 @@ UNIFORM = 3**-0.5  # standard deviation of a uniform distribution between -1 and
 TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that is truncated at -2 and 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "norm", "filters"),  # filters: {shape: standard deviation of the last filter with this shape}
     [

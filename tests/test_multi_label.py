@@ -20,6 +20,7 @@ from paddle import static
 from starlette.testclient import TestClient
 
 from conftest import NHWC, ROOT, assert_one_error, frozen, losses, phase
+from helpers import with_meta
 from paddle_resnet import export, predict, program
 from paddle_resnet import report as report_command
 from paddle_resnet import train as train_module
@@ -72,7 +73,6 @@ def rows(path):
         return [*csv.DictReader(f)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", RECIPES.values(), ids=RECIPES)
 def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags):
     code, report = train("--epochs", "8", "--predictions", tmp_path / "p.csv", *flags)
@@ -114,7 +114,6 @@ def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, data, tmp_p
     assert metas[0]["thresholds"] == metas[1]["thresholds"]
 
 
-@pytest.mark.slow
 def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
     folder, expected = trained
     flags = ["--run-scope", "eval_only", "--from-checkpoint", folder / "2", "--overwrite"]
@@ -130,6 +129,15 @@ def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
     table = rows(folder.parents[1] / "report.classes.csv")
     thresholds = json.loads((folder / "2/meta.json").read_text())["thresholds"]
     assert [float(row["threshold"]) for row in table] == pytest.approx(thresholds, abs=1e-6)
+
+
+def test_image_without_a_predicted_class_needs_no_heat_map(trained, data, tmp_path, capsys):
+    folder = with_meta(trained[0] / "2", tmp_path / "above_all", thresholds=[1.0] * len(CLASSES))
+    path = str(next(each for each in sorted(data.rglob("*.*")) if each.suffix != ".csv"))
+    capsys.readouterr()
+    assert predict.main([str(folder), path, "--device", "cpu", "--heat-map", str(tmp_path / "maps")]) == 0
+    assert capsys.readouterr().out == f"{path}: none of the classes\n"
+
 
 
 @pytest.mark.slow
@@ -173,7 +181,6 @@ def test_fine_tuning_can_change_kind_of_labels(checkpoint, train):
     assert code == 0 and "map" in phase(report, [0], "val.")
 
 
-@pytest.mark.slow
 def test_patience_and_best_follow_map(train, tmp_path, capsys):
     code, report = train("--epochs", "40", "--patience", "1", "--lr", "0")
     assert code == 0 and phase(report, [1], "val.") and not any(entry["step"] == [2] for entry in report)
@@ -256,7 +263,6 @@ def test_conflicts_are_errors(train, capsys, flags, parts):
     assert_one_error(capsys.readouterr().err, parts)
 
 
-@pytest.mark.slow
 def test_synthetic_images_have_several_labels(train):
     code, report = train("--data-format", "synthetic", "--benchmark", "--benchmark-steps", "2")
     assert code == 0
@@ -394,7 +400,6 @@ def test_export_computes_independent_probabilities(trained, data, tmp_path, caps
     assert [name for _, name in lines] == [each["class"] for each in expected]
 
 
-@pytest.mark.slow
 def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder, _ = trained
@@ -458,7 +463,6 @@ def test_program_interface_has_float_labels():
         assert feeds["label"].shape == (-1, 4) and feeds["label"].dtype == paddle.float32
 
 
-@pytest.mark.slow
 def test_commands_of_page_run(tmp_path, work_in, capsys):
     """The commands of docs/multilabel.md, in this process and with a small network."""
     page = (ROOT / "docs/multilabel.md").read_text()

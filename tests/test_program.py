@@ -104,7 +104,6 @@ def assert_same_gradients(actual, expected):
         np.testing.assert_allclose(actual[name], gradient, atol=2e-4 * np.abs(gradient).max(), err_msg=name)
 
 
-@pytest.mark.slow
 def test_nhwc_gradients_and_losses_match_nchw(parse):
     batches = random_batches(4, batch=32)
     nhwc = [(images.transpose(0, 2, 3, 1).copy(), labels) for images, labels in batches]
@@ -115,7 +114,6 @@ def test_nhwc_gradients_and_losses_match_nchw(parse):
     np.testing.assert_allclose(losses(parse("--data-layout", "NHWC"), nhwc), losses(parse(), batches), rtol=1e-3)
 
 
-@pytest.mark.slow
 def test_one_dnn_gradients_and_losses_match_paddle_kernels(parse):
     batches, one_step = random_batches(4, batch=32), ["--lr", "16", "--weight-decay", "0"]
     gradients_one_dnn = gradients(parse(*one_step), batches[0])
@@ -287,7 +285,6 @@ def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse)
         np.testing.assert_array_equal(variable(name), value)
 
 
-@pytest.mark.slow
 def test_evaluation_does_not_depend_on_batch_size(parse, photos):
     results = []
     for batch_size in (7, 32, 64):

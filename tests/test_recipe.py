@@ -189,6 +189,10 @@ def test_explicit_flags_take_precedence(flags):
     assert {name: getattr(settings, name) for name in explicit} == {name: getattr(expected, name) for name in explicit}
 
 
+def test_warmup_follows_explicit_number_of_epochs():
+    assert choose(294).warmup_epochs == 2 and choose(294, "--epochs", "3").warmup_epochs == 1
+
+
 def test_learning_rate_follows_explicit_batch_size_and_optimizer():
     assert choose(294, "--batch-size", "64").lr == 5e-4
     assert choose(294, "--optimizer", "Nesterov", "--batch-size", "32").lr == 0.005

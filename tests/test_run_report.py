@@ -137,7 +137,6 @@ def test_printed_command_evaluates_best_checkpoint_and_keeps_report(run_train, t
     assert read_report(tmp_path / "report.json") == entries
 
 
-@pytest.mark.slow
 def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, capsys):
     kept = tmp_path / "kept.json"
     flags = ["--report-file", kept, "--batch-size", "15"]
@@ -552,7 +551,6 @@ def test_slow_loader_logs_no_warning_on_cpu(parse, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.slow
 def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypatch):
     advise = report.advise_on_loader
     monkeypatch.setattr(report, "STARVED_FRACTION", -1.0)

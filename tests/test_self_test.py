@@ -159,6 +159,7 @@ def test_each_precision_and_kind_of_kernels_is_tested_on_a_gpu():
             assert run.golden in GOLDENS["3.3.1"]["losses"] and run.bound in self_test.BOUNDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("gpu", 1), ("gpu", 2)])
 @pytest.mark.parametrize("missing", [None, "no compiler"])
 def test_every_check_has_a_row(in_children, tmp_path, device, gpus, missing):

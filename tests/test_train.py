@@ -18,6 +18,7 @@ from paddle_resnet.checkpoints import contents, variables
 from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
 from paddle_resnet.optimizers import schedules
+from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from paddle_resnet.utils.mode import Mode
 
@@ -46,7 +47,6 @@ def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
     assert phase(evaluated, [], "val.")["loss"] == phase(evaluated, [1], "val.")["loss"] == last["loss"]
 
 
-@pytest.mark.slow
 def test_seed_determines_initial_weights(run_train, tmp_path):
     weights = []
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
@@ -141,6 +141,15 @@ def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
 def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
     assert run_train("--dry-run", "--num-of-class", "5")[0] == 0
     assert f"warning: --num-of-class 5: exceeds the 3 classes in {photos}; reduce it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scope", ["train_only", "train_eval"])
+def test_bn_statistics_are_averaged_at_each_end_of_an_epoch(run_train, monkeypatch, scope):
+    """Several processes need this average also without evaluation, because checkpoints contain it."""
+    averaged = []
+    monkeypatch.setattr(all_reduces, "average_bn", lambda exe, program: averaged.append(program))
+    assert run_train("--run-scope", scope, "--epochs", "2")[0] == 0
+    assert len(averaged) == 2
 
 
 @pytest.mark.slow
@@ -327,6 +336,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
     assert report == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NVIDIA_SCRIPTS)
 def test_scripts_of_nvidia_example_train_and_their_export_command_works(
     run_train, checkpoint, tmp_path, capsys, work_in, name
@@ -378,7 +388,6 @@ def test_evaluation_without_val_folder_does_not_suggest_a_split(run_train, check
         assert_one_error(capsys.readouterr().err, [f"{root}: has no val/; put the class folders into val/, or use"])
 
 
-@pytest.mark.slow
 def test_checkpoint_of_finished_run_exits_with_code_2(run_train, tmp_path, capsys):
     run_train()
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "auto"]
@@ -393,7 +402,6 @@ def test_unknown_yaml_key_exits_with_code_2(run_train, tmp_path, capsys):
     assert_one_error(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
 
 
-@pytest.mark.slow
 def test_process_exits_with_code_2_on_invalid_flag(train_process):
     assert train_process("--help").returncode == 0
     rejected = train_process("--image-root", "/nowhere", "--data-layout", "HWNC")
@@ -419,6 +427,7 @@ def test_print_config_output_is_a_valid_config_file(tmp_path, capsys):
     assert yaml.safe_load(text)["momentum"] == 0.875
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     args = frozen(config.parse_args(["--config", str(path)]))
@@ -433,6 +442,7 @@ def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     assert rates[-2] > rates[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_trains_on_tiny_images(run_train, path):
     sizes = config.parse_args(["--config", str(path)]).sizes

@@ -140,7 +140,6 @@ def test_class_names_are_omitted_unless_there_are_1000_classes(small, tmp_path):
     assert (meta["classes"], meta["arguments"]["num_of_class"]) == ([], 7)
 
 
-@pytest.mark.slow
 def test_fine_tuning_inherits_the_preprocessing_and_logs_it(file, run_bare, tmp_path, capsys):
     conversion.convert(file, tmp_path / "out", "Small")
     start = ["--from-pretrained-params", tmp_path / "out", "--pretrained-mismatch", "skip-classifier"]
@@ -179,7 +178,6 @@ def some_images(tmp_path):
     return tmp_path / "some"
 
 
-@pytest.mark.slow
 def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare, tmp_path, capsys):
     """The network always predicts label 701, which is the class "parachute". Of the other two classes of the data set,
     label 0 has the fifth highest probability, and label 1 the sixth highest."""

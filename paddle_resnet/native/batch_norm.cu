@@ -9,6 +9,7 @@
 // iterates over rows. A grid has (channel groups, row groups) blocks.
 
 #include "activations.h"
+#include "sums.cuh"
 #include "vector.cuh"
 
 constexpr int kBranch = 16;  // at the first level of a reduction, one block adds the sums of this many blocks
@@ -55,18 +56,6 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
     shared[i] = sum;
   }
   __syncthreads();
-}
-
-// Returns whether this block is the last of `count` blocks to call this function. The last block sees everything that
-// the other blocks wrote before their calls. After the last call, the counter *arrivals is 0 again.
-__device__ bool is_last_of(unsigned count, unsigned *arrivals) {
-  __shared__ bool is_last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0 && threadIdx.y == 0) is_last = atomicInc(arrivals, count - 1) == count - 1;
-  __syncthreads();
-  if (is_last) __threadfence();
-  return is_last;
 }
 
 // Sums `values` over all threads in the grid that process the same channel. Returns true only in the last block of each

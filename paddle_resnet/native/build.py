@@ -33,7 +33,7 @@ SOURCES = Path(__file__).parent
 # Patterns of the source files, so that new files become part of the cache key automatically. NVRTC compiles the kernel
 # files as one string, in this order.
 OPERATOR_FILES = ("*.cc", "**/*.h")
-KERNEL_FILES = ("common.h", "activations.h", "optimizers.h", "vector.cuh", "*.cu")
+KERNEL_FILES = ("common.h", "activations.h", "optimizers.h", "*.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = (
     *("-std=c++17", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fopenmp"),

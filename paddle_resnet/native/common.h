@@ -7,12 +7,12 @@
 #endif
 
 constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; 8 for the x4 types
-constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN, image_sums and update
+constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN, image_sums, affine_gradient and update
 // In inference, blocks of BN kernels with more than kSmallThreads threads may be halved for small tensors.
 constexpr int kSmallThreads = 64;
 // Rows that a thread of a BN kernel loads before it normalizes them, with and without a residual addition.
 constexpr int kAddedRows = 2, kAppliedRows = 4;
-constexpr int kPoolThreads = 256;  // block size for pooling, scale_images, sigmoid and concatenation
+constexpr int kPoolThreads = 256;  // block size for pooling, scale_images, sigmoid, affine and concatenation
 constexpr int kCopies = 4;         // vectors that one thread of the concatenation kernels copies
 constexpr int kLossThreads = 256;  // block size of the loss kernels; must be a power of two
 constexpr int kDropoutThreads = 256;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "affine.h"
 #include "async_copy.h"
 #include "batch_norm.h"
 #include "concat.h"
@@ -376,6 +377,28 @@ PD_BUILD_OP(native_sigmoid_backward)
     .SetKernelFn(PD_KERNEL(SigmoidBackward))
     .SetInferShapeFn(PD_INFER_SHAPE(SigmoidBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(SigmoidBackwardType));
+
+// Scale and bias of all elements, affine.h
+
+Shapes AffineShape(const Dims &x, const Dims &, const Dims &) { return {x}; }
+Types AffineType(DataType x, DataType, DataType) { return {x}; }
+PD_BUILD_OP(native_affine)
+    .Inputs({"X", "Scale", "Bias"})
+    .Outputs({"Y"})
+    .SetKernelFn(PD_KERNEL(Affine))
+    .SetInferShapeFn(PD_INFER_SHAPE(AffineShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(AffineType));
+
+Shapes AffineBackwardShape(const Dims &x, const Dims &scale, const Dims &, const paddle::optional<Shapes> &) {
+  return {x, scale, scale};
+}
+Types AffineBackwardType(DataType x, DataType, DataType, const paddle::optional<Types> &) { return {x, x, x}; }
+PD_BUILD_OP(native_affine_backward)
+    .Inputs({"X", "Scale", "DY", paddle::Optional(paddle::Vec("Into"))})
+    .Outputs({"DX", "DScale", "DBias"})
+    .SetKernelFn(PD_KERNEL(AffineBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(AffineBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(AffineBackwardType));
 
 // Concatenation, concat.h
 

@@ -1,6 +1,7 @@
 // The reference implementation of the operators: the float32 loops that run on the CPU. This file is compiled without
 // Paddle's headers.
 
+#include "reference/affine.h"
 #include "reference/batch_norm.h"
 #include "reference/concat.h"
 #include "reference/conv.h"

@@ -1,6 +1,7 @@
 // Kernels that run after the backward pass and process many parameters per launch: gradient check, loss scale, gradient
 // clipping, optimizers and EMA.
 
+#include "sums.cuh"
 #include "vector.cuh"
 
 constexpr int kBlocksApart = 41;  // distance between the first blocks of consecutive tensors
@@ -79,23 +80,6 @@ template <class T>
 __device__ __forceinline__ int blocks_of(int size) {
   constexpr int kElements = kMaxThreads * T::kLanes;
   return min(static_cast<int>(gridDim.x), (size + kElements - 1) / kElements);
-}
-
-// Sums two values over the threads of a block in a fixed order. All threads of the block must call this function.
-__device__ void sum_over_block(float &a, float &b) {
-  constexpr int kGroups = 32;
-  __shared__ float of_threads[2][kMaxThreads], of_groups[2][kGroups];
-  of_threads[0][threadIdx.x] = a, of_threads[1][threadIdx.x] = b;
-  __syncthreads();
-  if (threadIdx.x < 2 * kGroups) {
-    const int which = threadIdx.x / kGroups, group = threadIdx.x % kGroups;
-    float sum = 0;
-    for (int k = group; k < kMaxThreads; k += kGroups) sum += of_threads[which][k];
-    of_groups[which][group] = sum;
-  }
-  __syncthreads();
-  a = b = 0;
-  for (int k = 0; k < kGroups; ++k) a += of_groups[0][k], b += of_groups[1][k];
 }
 
 // Sums the squares of the unscaled gradients that each block processes. The first launch overwrites `partial`, and

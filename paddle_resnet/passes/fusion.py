@@ -1,9 +1,10 @@
 """Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling, sigmoid
 and channel scaling (squeeze-and-excitation), concatenations of channels, depthwise convolutions, and the filter
-gradient of 1x1 convolutions with at most POINTWISE_CHANNELS input or output channels. A custom operator also computes
-dropout. BN is fused with the next activation, or with the residual addition and, if it follows, ReLU or Mish; in
-evaluation, BN is also fused with a preceding depthwise convolution (without residual addition) or 1x1 convolution.
-fuse() lists further conditions.
+gradient of 1x1 convolutions with at most POINTWISE_CHANNELS input or output channels. Custom operators also compute
+dropout, and the multiplication of images by a parameter of one element with the following addition of another
+(LearnableAffine in models/pphgnet_v2.py). BN is fused with the next activation, or with the residual addition and, if
+it follows, ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise convolution (without residual
+addition) or 1x1 convolution. fuse() lists further conditions.
 
 fuse() is called after Paddle has added casts, gradients and all-reduces, so it does not change parameters, checkpoints
 or communication.
@@ -55,10 +56,10 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 def fuse(program: static.Program, uses_onednn: bool = False) -> int:
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
-    are not replaced. All kernels except those of dropout and oneDNN require that the size of the last axis, which is
-    the number of channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes
-    through it. The functions _is_plain_pool, _is_global_average_pool, _scales_channels, _concatenates_channels,
-    has_depthwise_kernel and is_pointwise check the other conditions.
+    are not replaced. All kernels except those of dropout, LearnableAffine and oneDNN require that the size of the last
+    axis, which is the number of channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a
+    gradient passes through it. The functions _is_plain_pool, _is_global_average_pool, _scales_channels,
+    _affine_addition, _concatenates_channels, has_depthwise_kernel and is_pointwise check the other conditions.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -82,6 +83,8 @@ def fuse(program: static.Program, uses_onednn: bool = False) -> int:
             _fuse_global_average_pool(graph, op)
         elif op.type == "elementwise_mul" and _scales_channels(graph, op) and _fills_vectors(graph, op):
             _fuse_channel_scaling(graph, op)
+        elif op.type == "elementwise_mul" and (add := _affine_addition(graph, op)) is not None:
+            _fuse_affine(graph, op, add)
         elif op.type == "sigmoid" and _fills_vectors(graph, op):
             _fuse_sigmoid(graph, op)
         elif op.type == "concat" and _concatenates_channels(graph, op):
@@ -297,6 +300,47 @@ def _addition_of_pool_gradient(graph, name):
     if len(producers) != 1 or producers[0].type != "pool2d_grad" or not _is_global_average_pool(producers[0]):
         return None, None
     return producers[0], add
+
+
+def _affine_addition(graph, mul):
+    """If a multiplication of images by a parameter of one element is followed by the addition of another, and if the
+    custom operator supports their type, return the addition; otherwise, return None."""
+    x, product = graph.variables(mul, "X", "Out").values()
+    add = graph.only_reader(product.name, ["elementwise_add"])
+    if add is None or add.input("X") != [product.name] or len(x.shape) != 4 or x.dtype not in TYPES:
+        return None
+    return add if all(_is_number(graph, op.input("Y")[0], x.dtype) for op in (mul, add)) else None
+
+
+def _is_number(graph, name, dtype):
+    """Return whether a variable is a parameter of one element or, at AMP level O1, the cast of one."""
+    number, producer = graph.block.var(name), graph.producers.get(name)
+    source = producer.input("X")[0] if producer is not None and producer.type == "cast" else name
+    return number.shape == (1,) and number.dtype == dtype and graph.block.var(source).persistable
+
+
+def _fuse_affine(graph, mul, add):
+    """Replace a multiplication and an addition with parameters of one element, and their gradients. The operators are
+    not replaced if the backward pass includes only the addition, or if the fused gradient would run before the buffers
+    of a fused all-reduce exist, in which the gradients of the parameters are located."""
+    inputs = graph.variables(mul, "X") | {"Scale": graph.variables(mul, "Y")["Y"]}
+    bias, out = graph.variables(add, "Y", "Out").values()
+    add_gradient, mul_gradient = (graph.gradient(op, is_complete=False) for op in (add, mul))
+    if add_gradient is not None:
+        if mul_gradient is None:
+            return
+        dbias = graph.output_or_unused(add_gradient, "Y@GRAD", bias)
+        dx = graph.output_or_unused(mul_gradient, "X@GRAD", inputs["X"])
+        dscale = graph.output_or_unused(mul_gradient, "Y@GRAD", inputs["Scale"])
+        buffers = [graph.coalesced[v.name] for v in (dscale, dbias) if v.name in graph.coalesced]
+        if len(buffers) == 1 or not all(graph.is_before(buffer, add_gradient) for buffer in buffers):
+            return
+        backward_inputs = inputs | {"DY": graph.variables(add_gradient, "Out@GRAD")["Out@GRAD"]}
+        if buffers:
+            backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]
+        outputs, gradients = {"DX": dx, "DScale": dscale, "DBias": dbias}, [add_gradient, mul_gradient]
+        graph.replace(gradients, add_gradient, "native_affine_backward", backward_inputs, outputs, {})
+    graph.replace([mul, add], add, "native_affine", inputs | {"Bias": bias}, {"Y": out}, {})
 
 
 def _fuse_sigmoid(graph, op):

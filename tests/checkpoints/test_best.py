@@ -19,7 +19,6 @@ def evaluated(report):
     return [entry["step"][0] for entry in report if len(entry["step"]) == 1 and "val.loss" in entry["data"]]
 
 
-@pytest.mark.slow
 def test_patience_ends_run_and_all_outputs_describe_best_epoch(run_train, scored, tmp_path, capsys):
     scored(0.5, 0.8, 0.8, 0.7)
     flags = ["--epochs", "9", "--patience", "2", "--save-interval", "9", "--predictions", tmp_path / "best.csv"]
@@ -65,7 +64,6 @@ def test_patience_ends_run_and_all_outputs_describe_best_epoch(run_train, scored
     assert (code, evaluated(report)) == (0, [4])
 
 
-@pytest.mark.slow
 def test_resumed_run_keeps_count_of_evaluations_since_best(run_train, scored, tmp_path, capsys):
     flags = ["--patience", "2", "--resume"]
     scored(0.5, 0.4)

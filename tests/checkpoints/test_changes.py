@@ -19,7 +19,6 @@ from paddle_resnet.utils.errors import UsageError
 pytestmark = pytest.mark.usefixtures("one_block")
 
 
-@pytest.mark.slow
 def test_resumed_run_writes_identical_files(run_train, tmp_path):
     """Regression test: the learning rate variable had the shape () before a resume and (1,) afterwards."""
     assert run_train("--epochs", "2")[0] == 0

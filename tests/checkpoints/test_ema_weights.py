@@ -51,7 +51,6 @@ def test_ema_does_not_change_training_losses(run_train, averaged):
         assert (result[key] == expected[key]) == (key[1] != "val"), key
 
 
-@pytest.mark.slow
 def test_evaluation_uses_ema_weights_unless_path_is_a_weights_file(run_train, averaged, capsys):
     folder, report = averaged
     assert weights(folder / EPOCH).keys() == weights(folder / EPOCH, "pdparams").keys()
@@ -85,7 +84,6 @@ def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsy
     export.export(folder, tmp_path / "export", verify=photos)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [pytest.param("paddle", marks=pytest.mark.soak), "native"])
 @pytest.mark.parametrize(
     "stop", [{"train_step": 4}, {"eval_step": 1}, pytest.param({"train_step": 6}, marks=pytest.mark.soak)]
@@ -113,7 +111,6 @@ def test_resume_with_ema_is_bit_identical(run_train, once, stop_before, tmp_path
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-@pytest.mark.slow
 def test_resume_adds_or_removes_ema_weights(run_train, tmp_path, capsys):
     """If the checkpoint contains no EMA weights, --ema initializes them with the checkpoint's weights. With --ema None,
     the run ignores EMA weights in the checkpoint."""

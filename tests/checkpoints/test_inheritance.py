@@ -204,7 +204,6 @@ def test_checkpoint_with_old_default_prefix_is_continued(run_train, run_bare, tm
     assert contents.verify(folder / "1")["files"].keys() == {f"{prefix}.pdparams", f"{prefix}.pdopt"}
 
 
-@pytest.mark.slow
 def test_resume_inherits_preprocessing(run_train, run_bare, tmp_path):
     assert run_train("--interp", "cubic", "--output-dir", tmp_path / "bare")[0] == 0
     flags = [*without("--interp"), "--epochs", "2", "--resume"]
@@ -237,7 +236,6 @@ def four_classes(photos, tmp_path):
     return root
 
 
-@pytest.mark.slow
 def test_fine_tuning_accepts_different_number_of_classes(run_bare, checkpoint, four_classes, tmp_path, capsys):
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36"]
     assert run_bare(*flags, image_root=four_classes)[0] == 2
@@ -307,7 +305,6 @@ def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, as_rank):
     assert args.num_of_class == 7
 
 
-@pytest.mark.slow
 def test_training_counts_classes_and_warns_about_unused_outputs(run_bare, four_classes, tmp_path, capsys):
     flags = [*without("--num-of-class"), "--epochs", "1"]
     assert run_bare(*flags, image_root=four_classes)[0] == 0
@@ -319,7 +316,6 @@ def test_training_counts_classes_and_warns_about_unused_outputs(run_bare, four_c
     assert_one_error(capsys.readouterr().err, ["--num-of-class 3: fewer than the 4 class folders"])
 
 
-@pytest.mark.slow
 def test_flags_are_printed_after_checks(run_bare, capsys):
     """By default, only flags that differ from their defaults are printed. With --show-config, all flags are printed."""
     flags = [*without("--show-config"), "--dry-run"]
@@ -332,7 +328,6 @@ def test_flags_are_printed_after_checks(run_bare, capsys):
     assert "optimizer: Momentum  # default\n" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_export_reports_outputs_and_class_names(run_train, photos, tmp_path, capsys):
     assert run_train("--num-of-class", "7")[0] == 0
     capsys.readouterr()

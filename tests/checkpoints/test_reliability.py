@@ -286,6 +286,7 @@ def start_blocked(runs, step):
 
 
 # test_restore.py tests a file in place of the checkpoint folder, within the test process.
+@pytest.mark.slow
 def test_second_run_is_rejected_and_full_disk_stops_run(runs, expected, photos, capsys):
     """A second run in the same folder, even with --resume, would delete or replace the checkpoints and the report of
     the first run, so it is rejected. The first run continues. RLIMIT_FSIZE limits the file size, so writes fail as on

@@ -91,7 +91,6 @@ STOPS = [
 ]
 
 
-@pytest.mark.slow
 def test_resumed_losses_equal_uninterrupted_losses(uninterrupted, losses_with_stops):
     """The run stops at each kind of position: before the first step, inside epochs, in an evaluation and between two
     epochs."""
@@ -186,7 +185,6 @@ def test_checkpoints_inside_epoch_do_not_change_losses(run_train, uninterrupted,
         assert f"evaluating {tmp_path}/output/Tiny/{name}: {position}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_different_batch_size_restarts_epoch_with_warning(run_train, stop_before, tmp_path, capsys):
     stop_before(train_step=4)
     assert run_train(*FLAGS)[0] == 75
@@ -204,7 +202,6 @@ def test_different_batch_size_restarts_epoch_with_warning(run_train, stop_before
     assert rates == [0.05]  # peak learning rate, directly after one epoch of warm-up
 
 
-@pytest.mark.slow
 def test_different_batch_size_in_first_epoch_continues_same_run(run_train, stop_before, tmp_path, capsys):
     stop_before(train_step=1)
     assert run_train(*FLAGS)[0] == 75
@@ -225,7 +222,6 @@ def test_resume_with_more_epochs_uses_new_schedule(run_train, tmp_path, capsys):
     assert rates == [pytest.approx(0.025)]
 
 
-@pytest.mark.slow
 def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos, tmp_path, capsys, monkeypatch):
     expected = uninterrupted()
     root = tmp_path / "photos"
@@ -254,7 +250,6 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
     assert (0, "val") in resumed and (0, 0) not in resumed and (1, 0) in resumed
 
 
-@pytest.mark.slow
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path, capsys):
     """Stop a run, resume it, and repeat the command after the run has finished. All three processes write to the same
     report."""
@@ -271,7 +266,6 @@ def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tm
     assert phase(entries, [], "val.")["images"] == 23
 
 
-@pytest.mark.slow
 def test_resume_prefers_own_checkpoint_to_pretrained_params(run_train, stop_before, checkpoint, capsys):
     flags = [*FLAGS, "--resume", "--from-pretrained-params", checkpoint]
     stop_before(train_step=4)
@@ -282,7 +276,6 @@ def test_resume_prefers_own_checkpoint_to_pretrained_params(run_train, stop_befo
     assert "Tiny/1_1: continuing with epoch 1 step 1" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_resume_skips_damaged_newest_checkpoint(run_train, finished, tmp_path, capsys):
     path = tmp_path / "output/Tiny/2/tiny.pdopt"
     data = bytearray(path.read_bytes())
@@ -549,7 +542,6 @@ def test_consecutive_non_finite_losses_stop_run(run_train, tmp_path, capsys):
     assert_one_error(error, ["--max-bad-steps 4", "4 consecutive losses", "learning rate", "lower --lr"])
 
 
-@pytest.mark.slow
 def test_class_mismatch_is_warning_in_training_and_error_in_evaluation(run_train, checkpoint, photos, tmp_path, capsys):
     root = tmp_path / "renamed"
     shutil.copytree(photos, root)
@@ -643,7 +635,6 @@ def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp
 SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images; 3, 7 and 3 steps
 
 
-@pytest.mark.slow
 def test_run_with_stages_resumes_in_each_stage(uninterrupted, losses_with_stops):
     """Stop a run between two stages, inside the second stage and inside the last stage."""
     expected = uninterrupted(*SIZES)
@@ -652,7 +643,6 @@ def test_run_with_stages_resumes_in_each_stage(uninterrupted, losses_with_stops)
     assert losses_with_stops(stops, *SIZES) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernels",
     [pytest.param([], marks=pytest.mark.soak), [*NHWC, "--kernels", "native"]],

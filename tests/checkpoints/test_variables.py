@@ -133,7 +133,6 @@ def test_different_number_of_classes_is_rejected(args, saved):
         variables.load(args.part(variables.LoadOptions), saved[0], main, PLACE)
 
 
-@pytest.mark.slow
 def test_integer_parameters_are_rejected(args, saved):
     path = saved[0] / "tiny.pdparams"
     state = pickle.loads(path.read_bytes())
@@ -273,7 +272,6 @@ def test_missing_pretrained_parameters_are_rejected(args, tmp_path):
         variables.load_pretrained(args.part(variables.LoadOptions), main, PLACE)
 
 
-@pytest.mark.slow
 def test_skip_classifier_skips_only_classifier(args, saved, capsys):
     folder, expected = saved
     args.from_pretrained_params, args.num_of_class = str(folder), 5
@@ -338,7 +336,6 @@ def add_master(program, name):
     return value
 
 
-@pytest.mark.slow
 def test_pretrained_parameters_replace_master_weights(args, saved):
     folder, expected = saved
     args.from_pretrained_params, args.num_of_class = str(folder), 5

@@ -29,7 +29,6 @@ def without_bn(monkeypatch):
     monkeypatch.setattr(layers, "BatchNorm", lambda *arguments, **options: paddle.nn.Identity())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling", [pytest.param(None, marks=pytest.mark.soak), pytest.param("static", marks=pytest.mark.soak), "dynamic"]
 )
@@ -185,7 +184,6 @@ def test_resume_is_bit_identical(run_train, stop_before, tmp_path, capsys, stop,
     assert first | losses(report) == expected
 
 
-@pytest.mark.slow
 def test_each_batch_has_own_random_numbers(run_train, monkeypatch):
     steps = []
     generator = random_numbers.generator

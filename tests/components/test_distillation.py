@@ -80,7 +80,6 @@ def soft_loss_of_classes(x, z):
     return terms.sum(1).mean(), (q - p) / len(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_multi_label", [False, True])
 @pytest.mark.parametrize("kernels", ["paddle", pytest.param("native", marks=needs_native)])
 def test_loss_and_gradient_equal_formula(parse, with_component, checkpoint, request, kernels, is_multi_label):
@@ -134,6 +133,17 @@ def test_loss_and_gradient_equal_formula(parse, with_component, checkpoint, requ
     for name in names:
         np.testing.assert_array_equal(variable(name), before[name])
     np.testing.assert_allclose(z, logits_of(checkpoint, images, kernels, is_multi_label), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [[], ["--mixup", "0.4"], ["--cutmix", "1"]])
+def test_teacher_and_student_see_the_same_images(parse, checkpoint, flags):
+    main = static.Program()
+    program.build(frozen(parse(*STUDENT, "--teacher", checkpoint, *flags)), main, static.Program(), 1)
+    convolutions = [op for op in main.global_block().ops if op.type == "conv2d"]
+    images = {op.input("Filter")[0]: op.input("Input") for op in convolutions}
+    assert images["teacher.conv2d_0.w_0"] == images["conv2d_0.w_0"] != [] and (
+        images["conv2d_0.w_0"] != ["data"]
+    ) == bool(flags)
 
 
 def logits_of(checkpoint, images, kernels, is_multi_label):
@@ -206,7 +216,6 @@ def test_initial_weights_do_not_depend_on_teacher(parse, checkpoint):
         np.testing.assert_array_equal(found[1][name], value)
 
 
-@pytest.mark.slow
 def test_student_learns_from_teacher_without_labels(run_train, checkpoint):
     """With weight 1, the loss falls, because student and teacher have the same network."""
     flags = ["--distill-weight", "1", "--epochs", "12", "--lr", "0.1", "--bn-momentum", "0.5"]
@@ -279,7 +288,6 @@ def test_converted_weights_are_teachers(run_train, tmp_path, capsys):
     assert "teacher.top1" not in report[-1]["data"]
 
 
-@pytest.mark.slow
 def test_networks_from_file(run_train, tmp_path, capsys):
     file = tmp_path / "network.py"
     file.write_text(NETWORK_EXAMPLE + "\n\nTeacher = Net\n")
@@ -463,7 +471,6 @@ def test_teacher_cannot_be_added_to_run(run_train, checkpoint, tmp_path, capsys)
     assert run_train(*flags, "--teacher", "None")[0] == 0
 
 
-@pytest.mark.slow
 def test_run_does_not_delete_its_teacher(run_train, checkpoint, tmp_path, capsys):
     shutil.copytree(checkpoint, tmp_path / "output/Tiny/0")
     assert run_train("--teacher", tmp_path / "output", "--overwrite")[0] == 2

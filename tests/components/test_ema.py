@@ -68,7 +68,6 @@ def state(names):
     return {name: variable(name) for name in names}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_ema_weights_match_formula(train, kernels):
     """The reference is computed in float64, starting with the initial weights. All trained parameters and running

@@ -26,7 +26,6 @@ def slow_weights(program):
     return state.variables
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_slow_weights_match_formula(parse, kernels):
     """A second program in the same scope computes the parameters of each step before lookahead. The reference is
@@ -63,7 +62,6 @@ def test_slow_weights_match_formula(parse, kernels):
             assert np.any(variable(name) != initial[name])
 
 
-@pytest.mark.slow
 def test_masters_are_updated_and_copied_to_parameters(parse, gpu_lists):
     """In half precision, lookahead updates the float32 master weights and copies them to the parameters."""
     args = parse(*RANGER, *NHWC)
@@ -112,17 +110,17 @@ def test_resume_is_bit_identical(losses_with_a_resume, tmp_path, kernels):
     assert "conv2d_3.w_0.slow" in expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [
-        ["--from-pretrained-params"],
-        ["--asp", "--prune-model", "--from-pretrained-params"],
-        ["--asp", "--prune-model", "--epochs", "2", "--from-checkpoint"],
+        ["--freeze", "stem", "--from-pretrained-params"],
+        pytest.param(["--asp", "--prune-model", "--from-pretrained-params"], marks=pytest.mark.slow),
+        pytest.param(["--asp", "--prune-model", "--epochs", "2", "--from-checkpoint"], marks=pytest.mark.slow),
     ],
 )
 def test_slow_weights_start_at_loaded_weights(run_train, checkpoint, tmp_path, start):
-    """With a learning rate of 0, the weights remain equal to the loaded or pruned weights."""
+    """With a learning rate of 0, the weights remain equal to the loaded or pruned weights. Frozen layers, which may be
+    trained later, also have slow weights."""
     flags = ["--lookahead", "1,0.5", "--lr", "0", "--warmup-epochs", "0", "--weight-decay", "0"]
     flags += ["--run-scope", "train_only"]
     if "--from-checkpoint" in start:
@@ -132,7 +130,7 @@ def test_slow_weights_start_at_loaded_weights(run_train, checkpoint, tmp_path, s
     before = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
     folder = run_folders.newest(tmp_path / "output/Tiny")
     after, state = (pickle.loads((folder / f"tiny.{suffix}").read_bytes()) for suffix in ("pdparams", "pdopt"))
-    for name in ("conv2d_3.w_0", "linear_0.b_0"):
+    for name in ("conv2d_0.w_0", "conv2d_3.w_0", "linear_0.b_0"):
         expected = before[name] * after.get(f"{name}.asp_mask", 1)
         np.testing.assert_array_equal(after[name], expected)
         np.testing.assert_array_equal(state[f"{name}.slow"], expected)

@@ -37,7 +37,6 @@ def test_mixup_draws_one_ratio_for_all_pixels():
     assert np.var(ratios) == pytest.approx(1 / (4 * 1.8), rel=0.06)
 
 
-@pytest.mark.slow
 def test_cutmix_draws_box_and_counts_pixels():
     """In arXiv:1905.04899, appendix A, the box has a random center, and the ratio determines its area. The box is then
     clipped at the edges of the image."""
@@ -82,7 +81,6 @@ def losses_of(args, feeds):
         return result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "kernels"),
     [("--mixup", KERNELS[0]), *(("--cutmix", kernels) for kernels in KERNELS)],
@@ -177,6 +175,15 @@ def test_drop_path_rate_increases_with_depth_and_is_zero_in_evaluation(parse, fo
     main = static.Program()
     program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 0, is_train=False)
     assert "dropout" not in [op.type for op in main.global_block().ops]
+
+
+def test_drop_path_drops_branches_that_end_with_self_attention(parse, register):
+    register("Tiny", partial(ResNet, BottleneckBlock, (2,), width=8, self_attention=True))
+    main = static.Program()
+    program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 10)
+    assert [op.attr("dropout_prob") for op in main.global_block().ops if op.type == "dropout"] == pytest.approx(
+        [0.1, 0.2]
+    )
 
 
 def test_random_numbers_depend_on_seed_step_layer_and_rank():

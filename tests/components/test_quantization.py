@@ -245,6 +245,26 @@ def test_evaluation_of_checkpoint_matches_that_of_training(trained, run_train, p
     export.export(checkpoint, tmp_path / "exported", verify=photos)
 
 
+def test_features_are_those_of_the_quantized_network(trained):
+    checkpoint, _ = trained("--run-scope", "train_only")
+    images = np.random.RandomState(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
+    probabilities, _ = networks.load_checkpoint(checkpoint, features=True).model().outputs(images)
+    np.testing.assert_array_equal(probabilities, networks.load_checkpoint(checkpoint).model().run(images))
+
+
+def test_int8_export_for_onnxruntime_keeps_the_8_bits_of_the_weights(trained, tmp_path):
+    """Without --qat, weights for onnxruntime have 7 bits."""
+    onnx = pytest.importorskip("onnx")
+    checkpoint, _ = trained("--run-scope", "train_only")
+    export.export(checkpoint, tmp_path / "exported", int8="onnxruntime")
+    assert inference.open_model(tmp_path / "exported/model.onnx", "cpu").description["int8"]["weight_bits"] == 8
+    graph = onnx.load(tmp_path / "exported/model.onnx").graph
+    weights = [
+        onnx.numpy_helper.to_array(each) for each in graph.initializer if each.data_type == onnx.TensorProto.INT8
+    ]
+    assert max(np.abs(np.int32(each)).max() for each in weights if each.ndim == 4) == 127
+
+
 @pytest.mark.slow
 def test_captured_step_matches_uncaptured_step(one_block, run_train, tmp_path, fake):
     flags = [*THREE, *NHWC, "--kernels", "native"]
@@ -265,7 +285,6 @@ def test_two_processes_average_ranges(launch, tmp_path):
     assert len(ranges(first)) == 14 and ranges(first) == ranges(second) == ranges(read(tmp_path / "output/Tiny/0"))
 
 
-@pytest.mark.slow
 def test_weights_without_ranges_are_an_error_unless_training_starts(checkpoint, run_train, capsys):
     for flags in (["--run-scope", "eval_only"], ["--last-epoch-of-checkpoint", "None"]):
         assert run_train("--qat", "--from-checkpoint", checkpoint, *flags, "--overwrite")[0] == 2

@@ -159,9 +159,13 @@ def test_skip_list_omits_image_by_any_of_its_names(roots, skipped):
     assert len(names) == COUNTS["val"] - 3 and not any(name.endswith("05.png") for name in names)
 
 
-def test_skip_list_omits_image_of_table(roots, load, tmp_path):
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_skip_list_omits_image_of_table(roots, load, tmp_path, prefix):
+    root = shutil.copytree(roots["csv"], tmp_path / "root")
+    text = (root / "val.csv").read_text()
+    (root / "val.csv").write_text(text.replace("val/", f"{prefix}val/"))
     (tmp_path / "skip.txt").write_text("val/03.png\n")
-    batches, _ = load(roots["csv"], Mode.EVAL, "--skip-list", tmp_path / "skip.txt")
+    batches, _ = load(root, Mode.EVAL, "--skip-list", tmp_path / "skip.txt")
     np.testing.assert_array_equal(np.concatenate([y for _, y in batches]), np.delete(labels("val"), 3, axis=0))
 
 

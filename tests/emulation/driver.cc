@@ -254,6 +254,8 @@ struct Unpack<kKernel> {
   ENTRY(sigmoid_gradient_##T)
 #define ENTRIES(T) \
   VECTOR_ENTRIES(T) \
+  ENTRY(affine_##T) \
+  ENTRY(affine_gradient_##T) \
   ENTRY(depthwise_filter_sum_##T) \
   ENTRY(dropout_##T) \
   ENTRY(check_gradients_##T) \

@@ -96,6 +96,7 @@ def test_logits_equal_recorded_values(float64, case):
     np.testing.assert_allclose(logits[0, :2], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "parameters"),
     [

@@ -15,6 +15,7 @@ from paddle_resnet.models import MODELS, Network, __main__, layers
 # hgnetv2_b0). tests/test_models.py tests those of more networks.
 # The multiply-adds of convolutions and classifiers were counted with hooks in timm's networks. For all networks except
 # ResNet50_vd, torchvision documents the same numbers: 1.814, 4.089, 4.230 and 0.301 billion.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "parameters", "multiply_adds"),
     [

@@ -677,6 +677,64 @@ def test_sigmoid(device, where, dtype, shape):
     close(dx, wide(dy) * wide(y) * (1 - wide(y)), dtype)
 
 
+# Some sizes are not multiples of the vector size. Each thread of the gradient's kernel processes several vectors of the
+# last tensor, on the emulated GPU and on a real one, respectively.
+AFFINE_SHAPES = [(1,), (7,), (2, 1, 1, 3), (3, 5, 5, 13), (2, 25, 25, 96), (1, 71, 83, 29), (2, 181, 3, 611)]
+LARGE_AFFINE_SHAPES = [(16, 112, 112, 32), (32, 56, 56, 65)]
+
+
+@pytest.mark.parametrize(
+    "where, dtype, shape",
+    [(where, dtype, shape) for where, dtype in NARROW for shape in AFFINE_SHAPES]
+    + [
+        pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
+        for dtype in DTYPES
+        for shape in [*AFFINE_SHAPES, *LARGE_AFFINE_SHAPES]
+    ],
+)
+def test_affine(device, where, dtype, shape):
+    random, count = Random(dtype), np.prod(shape)
+    x, dy = random.images(shape, offset=0.5), random.images(shape)
+    scale, bias = (paddle.to_tensor([value], "float32").astype(dtype) for value in (1.7, -0.4))
+    (y,) = run("native_affine", x, scale, bias)
+    close(y, wide(x) * wide(scale) + wide(bias), dtype)
+    results = dx, dscale, dbias = run("native_affine_backward", x, scale, dy, None)
+    close(dx, wide(dy) * wide(scale), dtype)
+    # Half a unit in the last place of the sums, plus a margin for rounding errors of the summation in float32.
+    for actual, summands in ((dscale, wide(dy) * wide(x)), (dbias, wide(dy))):
+        tolerance = UNIT[dtype] / 2 * abs(summands.sum()) + 1e-5 * count**0.5
+        np.testing.assert_allclose(wide(actual), [summands.sum()], rtol=0, atol=tolerance)
+    assert same([y], run("native_affine", x, scale, bias))
+    assert same(results, run("native_affine_backward", x, scale, dy, None))
+    memory = [paddle.zeros_like(scale), paddle.zeros_like(scale)]
+    run("native_affine_backward", x, scale, dy, memory)
+    assert same(memory, results[1:])
+
+
+@pytest.mark.parametrize("where", [pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_affine_gradients_of_large_products_are_finite(device, where):
+    """The products x dy exceed the largest float16 value, 65504, but their sum does not."""
+    dy = np.where(np.arange(2048) % 2, 512, -512)
+    dy[0] += 64
+    x, one = paddle.full([4, 8, 8, 8], 512, "float16"), paddle.ones([1], "float16")
+    dy = paddle.to_tensor(dy.reshape(x.shape), "float16")
+    _, dscale, dbias = run("native_affine_backward", x, one, dy, None)
+    assert (dscale.item(), dbias.item()) == (512 * 64, 64)
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated"])
+def test_unsupported_affine_tensors_raise(device, where):
+    x, one = paddle.ones([2, 3, 3, 8]), paddle.ones([1])
+    for name, inputs, message in (
+        ("native_affine", [x, paddle.ones([2]), one], "requires a scale with one element"),
+        ("native_affine", [x, one, one.astype("bfloat16")], "requires a bias with one element, in the type"),
+        ("native_affine_backward", [x, one, x[:1], None], "gradient differs"),
+        ("native_affine_backward", [x, one, x, [one, paddle.ones([2])]], "requires a gradient of the bias"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run(name, *inputs)
+
+
 @pytest.mark.parametrize("where", ["cpu"])
 def test_unsupported_squeeze_and_excitation_raises(device, where):
     x, factors = paddle.ones([2, 3, 3, 8]), paddle.ones([2, 1, 1, 8])
@@ -1598,7 +1656,7 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
     names += ["check_gradients", "sum_squares", "lamb_norms", "lamb_norms_masters"]
     rules = ("momentum", "adamw", "radam", "lamb", "lookahead")
     names += [name for rule in rules for name in (rule, f"{rule}_masters")]
-    names += ["depthwise_filter_sum"]
+    names += ["affine", "affine_gradient", "depthwise_filter_sum"]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):
             assert f"\0{name}_{dtype}\0".encode() in image, name

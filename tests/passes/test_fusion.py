@@ -20,11 +20,11 @@ from paddle_resnet.job import processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.ghostnet import GhostNet
 from paddle_resnet.models.mobilenet_v3 import MobileNetV3
-from paddle_resnet.models.pphgnet_v2 import PPHGNetV2
+from paddle_resnet.models.pphgnet_v2 import LearnableAffine, PPHGNetV2
 from paddle_resnet.models.pplcnet import PPLCNet
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.passes import all_reduces, fusion
+from paddle_resnet.passes import all_reduces, folding, fusion
 from paddle_resnet.step import scalars
 from paddle_resnet.step.compile import fused_operators
 
@@ -46,6 +46,15 @@ def types(prog):
     return Counter(op.type for op in prog.global_block().ops)
 
 
+def randomize_affine_layers(prog, place):
+    """Add random numbers to the parameters of LearnableAffine, which are initially 1 and 0."""
+    random = np.random.RandomState(1)
+    for parameter in prog.all_parameters():
+        if parameter.name.startswith("learnable_affine"):
+            value = variables.read(parameter.name) + random.uniform(-0.2, 0.2, [1])
+            variables.set_variable(parameter.name, value.astype("float32"), place)
+
+
 def train(args, batches):
     """Train for a few steps without and with custom operators, and return (losses, {name: persistable variable}) of
     each run."""
@@ -57,9 +66,10 @@ def train(args, batches):
         with static.scope_guard(static.Scope()):
             paddle.seed(0)
             exe.run(startup)
+            randomize_affine_layers(plain, exe.place)
             step_losses = [exe.run(prog, {"data": x, "label": y}, [fetchs["loss"][0]])[0].item() for x, y in batches]
             names = [v.name for v in plain.list_vars() if v.persistable and static.global_scope().find_var(v.name)]
-            names = [name for name in names if name.startswith(("conv", "batch", "linear"))]
+            names = [name for name in names if name.startswith(("conv", "batch", "linear", "learnable"))]
             results.append((step_losses, {name: variables.read(name) for name in names}))
     return results
 
@@ -118,7 +128,9 @@ def assert_same_training(monkeypatch):
         (expected, plain), (result, fused) = train(args, batches)
         np.testing.assert_allclose(result, expected, rtol=1e-6)
         for name, value in plain.items():
-            atol = 1e-5 * np.abs(value).max() + 1e-6
+            # The gradients of affine layers are sums of thousands of values of both signs, which may cancel out.
+            rounding = 1e-5 if name.startswith("learnable_affine") else 1e-6
+            atol = 1e-5 * np.abs(value).max() + rounding
             np.testing.assert_allclose(fused[name], value, rtol=0, atol=atol, err_msg=name)
 
     return assert_same_training
@@ -147,7 +159,6 @@ def test_fused_training_with_pointwise_convolutions_has_same_results(parse, asse
     assert_same_training(args, unfused=["_fuse_depthwise_conv"])
 
 
-@pytest.mark.slow
 def test_filter_gradients_of_narrow_pointwise_convolutions_use_custom_operator(parse, pointwise_kernels):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC, "--model-arch-name", "MobileNetV2")), main, startup, 10)
@@ -222,6 +233,7 @@ def test_fused_evaluation_has_same_results(register, request, parse, network):
     for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
         shape = variables.read(name).shape
         variables.set_variable(name, random.uniform(0.5, 2, shape).astype("float32"), exe.place)
+    randomize_affine_layers(main, exe.place)
     programs = [main]
     for has_pointwise in (False, True):
         if has_pointwise:
@@ -245,6 +257,23 @@ def test_fused_evaluation_has_same_results(register, request, parse, network):
                     np.testing.assert_allclose(value, reference, rtol=1e-5, atol=1e-6)
                 else:
                     np.testing.assert_array_equal(value, reference)
+
+
+def test_folded_evaluation_with_affine_layers_has_same_results(register, parse):
+    register("Tiny", MOBILE["PPHGNetV2"])
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(frozen(parse(*NHWC)), main, startup, 0, is_train=False)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    randomize_affine_layers(main, exe.place)
+    batches = [dict(zip(("data", "label"), batch, strict=True)) for batch in random_batches(2, (32, 32, 4))]
+    expected = [exe.run(main, batch, [fetchs["loss"][0]])[0] for batch in batches]
+    folding.fold_batch_norms(main, exe, -1)
+    folded = types(main)
+    fusion.fuse(main)
+    assert types(main)["native_affine"] == folded["relu"] > 0
+    losses = [exe.run(main, batch, [fetchs["loss"][0]])[0] for batch in batches]
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
 
 
 def test_unsupported_layouts_and_widths_are_not_fused(parse, register):
@@ -280,11 +309,12 @@ def test_channels_must_be_multiple_of_4_in_all_types(dtype, channels, is_fused):
     assert fusion.paddle_depthwise(main) == (() if is_fused else (f"3x3, stride 1, {channels} channels",))
 
 
-def small_program(build):
+def small_program(build, place="cpu"):
     """Build a program with initialized parameters.
 
     Args:
         build: function of images [N, 6, 6, 8]. The loss is the mean square of the output.
+        place: "cpu" or "gpu".
     Returns:
         (program, loss, executor)
     """
@@ -293,7 +323,7 @@ def small_program(build):
     with static.program_guard(main, startup), paddle.utils.unique_name.guard():
         loss = paddle.mean(build(static.data("data", [None, 6, 6, 8])) ** 2)
         paddle.optimizer.SGD(0.1).minimize(loss)
-    exe = static.Executor(paddle.CPUPlace())
+    exe = static.Executor(processes.place(place))
     exe.run(startup)
     return main, loss, exe
 
@@ -336,6 +366,25 @@ def excite(x):
 def excite_twice(x):
     averages = global_average_pool(x)
     return x * layers.sigmoid(averages) * layers.sigmoid(2 * averages)
+
+
+def affine(x, frozen=(), layer=None):
+    """Apply a LearnableAffine layer whose parameters in `frozen` are not trained."""
+    layer = layer or LearnableAffine()
+    for name in frozen:
+        getattr(layer, name).trainable, getattr(layer, name).stop_gradient = False, True
+    return layer(x)
+
+
+def affine_product(x):
+    layer = LearnableAffine()
+    y = x * layer.scale
+    return y + layer.bias + y
+
+
+def affine_twice(x):
+    layer = LearnableAffine()
+    return affine(F.relu(affine(x, layer=layer)), layer=layer)
 
 
 def dropout(x):
@@ -494,6 +543,25 @@ UNUSUAL = {
     "concatenation of three layers": (lambda x: paddle.concat([conv(x)] * 3, axis=3), 0),
     "concatenation of rows": (lambda x: paddle.concat([conv(x), conv(x)], axis=1), 0),
     "concatenation of odd channels": (lambda x: paddle.concat([conv(x), conv(x)[..., :3]], axis=3), 0),
+    "affine": (lambda x: affine(conv(x)), 1),
+    "affine after BN and ReLU": (lambda x: affine(F.relu(bn()(conv(x)))), 2),
+    "affine of 6 channels": (lambda x: affine(conv(x)[..., :6]), 1),
+    "affine with two readers": (lambda x: (lambda y: conv(y) + y)(affine(conv(x))), 1),
+    "affine of a layer with two readers": (lambda x: (lambda y: affine(y) + y)(conv(x)), 1),
+    "two affine layers with the same parameters": (lambda x: affine_twice(conv(x)), 2),
+    "affine of the images": (lambda x: affine(x), 1),
+    "affine with a frozen scale": (lambda x: affine(conv(x), ["scale"]), 1),
+    "affine with a frozen bias": (lambda x: affine(conv(x), ["bias"]), 1),
+    "frozen affine": (lambda x: affine(conv(x), ["scale", "bias"]), 1),
+    "frozen affine before all trained layers": (lambda x: conv(affine(x, ["scale", "bias"])), 1),
+    "affine of the images with a frozen scale": (lambda x: affine(x, ["scale"]), 0),
+    "affine of the images with a frozen bias": (lambda x: affine(x, ["bias"]), 1),
+    "affine whose product has two readers": (lambda x: affine_product(conv(x)), 0),
+    "affine of numbers per image": (lambda x: affine(paddle.flatten(global_average_pool(conv(x)), 1)), 1),
+    "affine with a scale that is not a parameter": (
+        lambda x: (lambda y: y * paddle.reshape(paddle.mean(y), [1]) + LearnableAffine().bias)(conv(x)),
+        0,
+    ),
     "pool with unknown height": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
 }
 
@@ -769,6 +837,7 @@ def test_unsupported_operators_are_not_fused(case):
 def assert_same_results(build, is_fused):
     """Assert that fusion does not change the losses of a small_program, and that is_fused(fused program) is true."""
     plain, loss, exe = small_program(build)
+    randomize_affine_layers(plain, exe.place)
     main, losses = plain.clone(), []
     names = [v.name for v in plain.list_vars() if v.persistable]
     start = {name: variables.read(name) for name in names}
@@ -782,6 +851,38 @@ def assert_same_results(build, is_fused):
         images = [np.random.RandomState(i).randn(4, 6, 6, 8).astype("float32") for i in range(3)]
         losses.append([exe.run(prog, {"data": x}, [loss])[0].item() for x in images])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("layers", ["stem", "blocks.1"])
+def test_fused_training_with_frozen_affine_layers_has_same_results(parse, register, assert_same_training, layers):
+    """No gradient passes through the layers of the stem. Gradients pass through the layers of the block."""
+    register("Tiny", MOBILE["PPHGNetV2"])
+    assert_same_training(parse(*NHWC, "--freeze", layers), unfused=["_fuse_depthwise_conv"])
+
+
+@pytest.mark.parametrize(
+    "layers, level, is_train, trained",
+    [
+        (None, "O2", True, 31),
+        *(pytest.param(None, level, True, 31, marks=pytest.mark.slow) for level in (None, "O1")),
+        *(pytest.param(None, level, False, 0, marks=pytest.mark.slow) for level in (None, "O1", "O2")),
+        pytest.param("stem", None, True, 26, marks=pytest.mark.slow),  # no gradient passes through the frozen layers
+        pytest.param("blocks.0", "O1", True, 31, marks=pytest.mark.slow),
+    ],
+)
+def test_all_affine_layers_are_replaced(parse, gpu_lists, layers, level, is_train, trained):
+    """PPHGNetV2_B0 has 31 affine layers, 5 of them in the stem. Programs in half precision are not run, because they
+    require a GPU."""
+    args = parse(*NHWC, "--model-arch-name", "PPHGNetV2_B0", *(["--freeze", layers] if layers else []))
+    args.amp, args.amp_dtype, args.amp_level = level is not None, "float16", level
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 10, is_train=is_train)
+    before = types(main)
+    fusion.fuse(main)
+    after = types(main)
+    assert (after["native_affine"], after["native_affine_backward"]) == (31, trained)
+    assert before["elementwise_mul"] - after["elementwise_mul"] == 31
+    assert before["elementwise_mul_grad"] - after["elementwise_mul_grad"] == trained
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -831,7 +932,43 @@ def test_gradients_are_written_to_buffer_of_fused_all_reduce(
     np.testing.assert_array_equal(fused[fused > 0], single[single > 0])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "made_before, gradients, fused",
+    [("elementwise_add_grad", 4, 2), ("elementwise_mul_grad", 4, 1), ("elementwise_add_grad", 3, 1)],
+)
+def test_affine_gradients_are_written_to_buffer_of_fused_all_reduce(made_before, gradients, fused, place):
+    """The second layer is not fused if the buffer is created after the gradient of its addition, or if the buffer does
+    not contain the gradient of its bias."""
+    if place == "gpu":
+        native.load(paddle.device.cuda.get_device_capability(0))
+    main, loss, exe = small_program(lambda x: affine(F.relu(affine(conv(x)))), place)
+    block = main.global_block()
+    names = [p.name for p in main.all_parameters() if p.name.startswith("learnable")][:gradients]
+    grads = [block.var(f"{name}@GRAD") for name in names]
+    buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
+    block._insert_op_without_sync(
+        next(i for i, op in enumerate(block.ops) if op.type == made_before),
+        type="coalesce_tensor",
+        inputs={"Input": [block.var(name) for name in names]},
+        outputs={"Output": grads, "FusedOutput": buffer},
+        attrs={"set_constant": True, "constant": 0.0, "use_align": True, "dtype": paddle.float32, "op_role": 1},
+    )
+    block._sync_with_cpp()
+    results, start = [], {v.name: variables.read(v.name) for v in main.list_vars() if v.persistable}
+    for fuse in (False, True):
+        for name, value in start.items():
+            variables.set_variable(name, value, exe.place)
+        if fuse:
+            fusion.fuse(main)
+        images = np.random.RandomState(1).randn(4, 6, 6, 8).astype("float32")
+        results.append(exe.run(main, {"data": images}, [buffer, *grads]))
+    assert types(main)["native_affine_backward"] == types(main)["native_affine"] == fused
+    assert np.count_nonzero(results[0][0]) >= gradients - 1
+    for expected, value in zip(*results, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_run_with_custom_kernels_trains_evaluates_and_resumes(
     one_block, run_train, losses_with_a_stop, tmp_path, capsys
 ):

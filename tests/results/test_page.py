@@ -74,7 +74,6 @@ def trained(once, run_train, tmp_path):
     return once("page_of_a_run", make)
 
 
-@pytest.mark.slow
 def test_page_is_complete_and_self_contained(trained):
     text = (trained / "page.html").read_text()
     html_page = Reader(text)
@@ -187,7 +186,6 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypa
     ]
 
 
-@pytest.mark.slow
 def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted, tmp_path):
     scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--report-html", tmp_path / "p.html"]
     assert run_train(*scope, image_root=converted["webdataset"])[0] == 0
@@ -351,7 +349,6 @@ def test_first_differing_step_does_not_depend_on_order_of_entries():
     assert comparison.first_difference(*runs) == expected
 
 
-@pytest.mark.slow
 def test_html_page_of_comparison_and_of_one_run(write_run, trained, tmp_path):
     runs = [write_run("a", [3.0, 2.0]), write_run("<i>", [3.0, 1.0], lr=0.2)]
     assert report_command.main([*runs, "--html", str(tmp_path / "two.html")]) == 0
@@ -385,7 +382,6 @@ def test_upper_end_of_axis_excludes_an_outlier_of_ten_values(values, expected):
     assert curves._without_outliers(values) == expected
 
 
-@pytest.mark.slow
 def test_chart_escapes_names_and_draws_all_float32_values():
     assert curves.chart([("a", "train", [])]) == ""
     assert 'aria-label="b, c"' in curves.chart([(name, "train", [(1, 1)] * (name != "a")) for name in "abc"])

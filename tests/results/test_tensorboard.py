@@ -106,7 +106,6 @@ def test_other_ranks_write_no_events(tmp_path, shard):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
     """For a non-finite loss, the report and the checkpoint contain null, and the event files contain no point. The run
     can be resumed from the checkpoint."""
@@ -180,7 +179,6 @@ def test_unwritable_folder_exits_with_code_2(run_train, tmp_path, capsys):
     assert f"--tensorboard-dir {tmp_path}/file/board: cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, capfd):
     real = open
     monkeypatch.setattr(

@@ -30,7 +30,6 @@ def rows_of(path):
         return [(int(row["row"]), row["image"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.slow
 def test_command_writes_a_row_per_classified_image(checkpoint, photo_paths, expected, tmp_path, capsys):
     (tmp_path / "bad.jpg").write_bytes(b"not an image")
     path, paths = tmp_path / "new/features.npy", [*photo_paths[:3], str(tmp_path / "bad.jpg"), *photo_paths[3:8]]

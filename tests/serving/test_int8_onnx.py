@@ -83,7 +83,6 @@ def test_int8_network_is_quantized_for_its_engine(checkpoint_of, photos, tmp_pat
         assert optimized.count("QLinearConv") == kinds.count("Conv") > 0 and "Conv" not in optimized
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 def test_int8_network_matches_fake_quantized_program(checkpoint_of, photos, tmp_path, engine):
     """A different rounding of sums may change an activation by one quantization level."""

@@ -59,7 +59,6 @@ def test_description_of_a_network(tta):
     assert networks._describe(options, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
 
 
-@pytest.mark.slow
 def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, tmp_path):
     images = np.random.rand(2, 3, 32, 32).astype("float32")
     flags = {"amp": True, "kernels": "native", "data_layout": "NHWC", "dali_output_fp16": True}

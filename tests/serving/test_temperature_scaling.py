@@ -25,7 +25,6 @@ def checkpoint(one_block, checkpoint):
     return checkpoint
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("uint8", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_temperature_is_part_of_every_exported_network(trained, photos, photo_paths, tmp_path, capsys, uint8):
     pytest.importorskip("onnxruntime")
@@ -73,6 +72,28 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert f"divided by the temperature {fitted['value']:.6g}" in card
 
 
+def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys):
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", "--tta", "flip")
+    description = export.export(checkpoint, tmp_path / "exported", temperature="auto", verify=photos, uint8=True)
+    assert description["input"]["dtype"] == "uint8" and description["temperature"]["value"] != 1
+    assert capsys.readouterr().out.rstrip().endswith("confirmed")
+
+
+def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
+    pytest.importorskip("onnxruntime")
+    flags = {"int8": "onnxruntime", "calibration": export.Calibration(photos), "verify": photos}
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
+    export.export(checkpoint, tmp_path / "plain", **flags)
+    value = export.export(checkpoint, tmp_path / "tempered", temperature="auto", **flags)["temperature"]["value"]
+    images = np.random.default_rng(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
+    plain, tempered = (
+        inference.open_onnx(tmp_path / name / "model.onnx", "cpu", logits=True).outputs(images)[1]
+        for name in ("plain", "tempered")
+    )
+    assert abs(value - 1) > 0.1
+    np.testing.assert_allclose(tempered * value, plain, rtol=0, atol=0.03 * np.abs(plain).max())
+
+
 def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(confidence, "fit_temperature", lambda logits, labels: None)
     arguments = [str(checkpoint), str(tmp_path / "exported"), "--verify", str(photos), "--temperature", "auto"]
@@ -84,7 +105,6 @@ def test_export_without_a_best_temperature_is_an_error(checkpoint, photos, tmp_p
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.slow
 def test_network_that_changes_the_output_of_its_last_layer_is_not_tempered(trained, photos, tmp_path, monkeypatch):
     """A user's network may compute its logits from the output of the layer `last`."""
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")

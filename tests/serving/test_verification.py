@@ -167,6 +167,27 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
         verification._check_top1(model, "float16", score | {"correct": 996}, score)
 
 
+def test_tolerance_of_int8_multi_label_networks_counts_labels():
+    model, score = SimpleNamespace(engine="onnxruntime"), {"correct": 10_000, "images": 1000, "decisions": 10_000}
+    verification._check_top1(model, "int8", score | {"correct": 9950}, score)
+
+
+def test_score_of_mirror_images_averages_probabilities(checkpoint, photos):
+    network, labels, means = networks.load_checkpoint(checkpoint), [], []
+    network.args.set("internal", tta="flip")
+
+    def outputs(images):
+        logits = 5 * images[..., :8].mean(axis=(2, 3))  # the left side of the images
+        probabilities = np.exp(scores._log_softmax(logits))
+        means.append(np.mean(np.split(probabilities, 2), axis=0))
+        return [probabilities, logits]
+
+    model = Model("", network.description, outputs, "float32")
+    score = scores.score(network, model, photos, as_evaluated=True, keep=lambda batch: labels.append(batch[1]))
+    losses = -np.log(np.take_along_axis(np.concatenate(means), np.concatenate(labels), axis=1))
+    assert score["loss"] == pytest.approx(losses.mean(), rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
 def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, capsys, name):

@@ -83,7 +83,6 @@ def test_each_stage_has_its_own_captured_step(run_train, tmp_path, fake):
     assert second.launches == 3 - cuda_graph.STEPS_BEFORE
 
 
-@pytest.mark.slow
 def test_loader_writes_to_inputs_of_captured_step(run_train, tmp_path, fake, monkeypatch):
     shared, call = [], cuda_graph.CapturedStep.__call__
 
@@ -285,7 +284,6 @@ def test_operators_that_cannot_be_captured_are_recognized(operator, attributes, 
     assert bool(obstacle) == (cuda_graph._obstacle(op) is not None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "operator"),
     [

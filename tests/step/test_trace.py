@@ -42,7 +42,6 @@ def traced_steps(counts):
     return sorted(name for name, count in counts.items() if name.startswith("ProfileStep") and count == 1)
 
 
-@pytest.mark.slow
 def test_trace_of_benchmark_contains_steps_and_operators(run_train, tmp_path):
     code, report = run_train("--run-scope", "train_only", *BENCHMARK, "--profile-steps", "1:4")
     assert code == 0
@@ -171,7 +170,6 @@ def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before,
     assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 11
 
 
-@pytest.mark.slow
 def test_command_resumed_inside_traced_steps_logs_warning(run_train, stop_before, tmp_path, monkeypatch, capsys):
     calls = []
     for name in ("start", "stop"):

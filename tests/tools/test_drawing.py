@@ -22,6 +22,7 @@ def splits(count):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "most", "extremes"),
     [(4, 4, 1), (5, 4, 1), *(pytest.param(count, 60, 15, marks=pytest.mark.soak) for count in (60, 1000))],
@@ -163,6 +164,7 @@ def test_missing_or_damaged_font_has_no_characters(tmp_path, monkeypatch):
         assert drawing._characters(drawing.FONT, {"a"}) == set()
 
 
+@pytest.mark.slow
 def test_file_name_selects_format(photos, tmp_path):
     assert dataset.main(["info", str(photos), "--output", str(tmp_path / "x.PNG")]) == 0
     for ending in ("pdf", "svg"):

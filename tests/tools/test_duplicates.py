@@ -72,13 +72,19 @@ def test_all_record_formats_can_be_compared(root, tmp_path, data_format):
     ]
 
 
-def test_the_same_file_comes_before_other_images_of_the_same_distance(root, capsys):
+@pytest.mark.usefixtures("convert_here")
+def test_the_same_file_comes_before_other_images_of_the_same_distance(root, tmp_path, capsys):
     """The hash of a gray image equals that of the colored image."""
     (root / "train/b/9.png").write_bytes((root / "train/a/3.png").read_bytes())
-    save(root / "train/a/3.png", Image.open(root / "train/a/3.png").convert("L"))
+    gray = Image.open(root / "train/a/3.png").convert("L")
+    for i in range(3, 9):  # the order of records is random
+        save(root / f"train/a/{i}.png", gray)
     shutil.copy(root / "train/b/9.png", root / "val/a/9.png")
     assert dataset.main(["duplicates", str(root)]) == 1
-    assert "same file: val/a/9.png = train/b/9.png and 1 more (labels 0 and 1)\n" in capsys.readouterr().out
+    assert "same file: val/a/9.png = train/b/9.png and 6 more (labels 0 and 1)\n" in capsys.readouterr().out
+    data_files.write(root, tmp_path / "records", "tfrecord", 2)
+    report = duplicates.by_hash(duplicates.list_images(tmp_path / "records"))
+    assert [pair.kind for pair in report.pairs if pair.matches == 7] == ["same file"]
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_verify_agrees_with_training_and_lists_unusual_properties(parse, tmp_path, name):
     data, fails, unusual = FILES[name]

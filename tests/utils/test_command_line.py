@@ -185,6 +185,7 @@ def test_default_image_root_is_used_if_it_exists(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == f"trains on {tmp_path}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -38,6 +38,7 @@ def test_average_precision_equals_definition_and_scikit_learn(ties):
         assert result["map" if average == "macro" else "map_micro"] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_precision_recall_and_f1_equal_scikit_learn():
     rows = scores()
     result = evaluate(rows)

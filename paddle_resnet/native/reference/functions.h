@@ -78,6 +78,11 @@ inline Floats floats(int64_t size) {
 
 constexpr int kTileRows = 6, kTileColumns = 16;  // a tile occupies 12 of the 16 registers of AVX2
 
+// affine.h
+void affine(const float *x, float scale, float bias, int64_t size, float *y);
+void affine_gradient(const float *x, const float *dy, float scale, int64_t size, float *dx, float *dscale,
+                     float *dbias);
+
 // batch_norm.h
 void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias, float *running_mean,
                    float *running_variance, float momentum, float epsilon, float *coefficients);

@@ -181,6 +181,7 @@ def test_pixels_and_labels_are_those_of_the_arrays(tmp_path, name):
                 np.testing.assert_array_equal(np.asarray(picture), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (_, what, _, _, gray) in LAYOUTS.items() if what and not gray])
 def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     build, what, names, *_ = LAYOUTS[name]

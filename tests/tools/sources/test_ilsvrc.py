@@ -157,6 +157,7 @@ def test_training_reads_lists_of_validation_images(tmp_path, capsys, name):
         assert colors_match(images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in READ_BY_TRAINING])
 def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     build, folder = LAYOUTS[name]

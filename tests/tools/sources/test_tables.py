@@ -226,6 +226,7 @@ def test_training_reads_lists_with_class_names(tmp_path, name):
         assert colors_match(images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in (*DIFFERENT, *READ_BY_TRAINING)])
 def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     build, counts, _ = LAYOUTS[name]
