@@ -39,8 +39,8 @@ COMPILER_FLAGS = (
     *("-std=c++17", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-Wall"),
 )
-# operators.cc consists mostly of Paddle's templates and contains no loops over elements. With -O2, its compilation would
-# take about twice as long.
+# operators.cc consists mostly of Paddle's templates and contains no loops over elements. With -O2, its compilation
+# would take about twice as long.
 OPTIMIZATION = {SOURCES / "operators.cc": "-Og", SOURCES / "reference.cc": "-O2"}
 
 
