@@ -206,7 +206,6 @@ UNIFORM = 3**-0.5  # standard deviation of a uniform distribution between -1 and
 TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that is truncated at -2 and 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "norm", "filters"),  # filters: {shape: standard deviation of the last filter with this shape}
     [

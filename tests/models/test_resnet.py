@@ -88,7 +88,6 @@ def test_logits_and_gradients_equal_those_of_timm(references, float64, case, lay
         np.testing.assert_allclose(value, expected, atol=tolerance * np.abs(expected).max(), rtol=0, err_msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", VARIANTS)
 def test_logits_equal_recorded_values(float64, case):
     block, options, expected = VARIANTS[case]
