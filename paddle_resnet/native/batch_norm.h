@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "gpu.h"
-#include "reference/batch_norm.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

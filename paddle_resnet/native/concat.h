@@ -10,7 +10,7 @@
 
 #include "gpu.h"
 #include "pool.h"
-#include "reference/concat.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

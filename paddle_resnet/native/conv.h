@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "gpu.h"
-#include "reference/conv.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

@@ -11,7 +11,7 @@
 #include "batch_norm.h"
 #include "gpu.h"
 #include "pool.h"
-#include "reference/depthwise_conv.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

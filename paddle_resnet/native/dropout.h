@@ -1,5 +1,5 @@
 // The dropout operator, which also computes its own gradient. On a GPU, the operator launches the kernel in dropout.cu;
-// on the CPU, it runs a loop.
+// on the CPU, it calls the reference implementation.
 
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gpu.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {
@@ -28,9 +29,7 @@ std::vector<Tensor> DropOut(const Tensor &x, const Tensor &seed, float rate) {
     return {y};
   }
   require_float32(x);
-  const float *in = data<float>(x);
-  float *out = data<float>(y);
-  for (int i = 0; i < size; ++i) out[i] = rule.apply(in[i], *key, i);
+  reference::dropout(data<float>(x), size, rule, *key, data<float>(y));
   return {y};
 }
 

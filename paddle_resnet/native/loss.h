@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "gpu.h"
-#include "reference/loss.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

@@ -16,24 +16,14 @@
 #include <tuple>
 #include <vector>
 
-#include "reference/product.h"
-#include "reference/winograd.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {
 
 class OneDnn {
  public:
-  // Geometry of a convolution. Each pair of values belongs to (height, width).
-  struct Geometry {
-    std::array<int64_t, 4> x, filter, y;  // shapes in the order N, C, H, W and outputs, C / groups, KH, KW
-    std::array<int64_t, 2> strides, before, after, dilations;  // `before` and `after` are the padding
-    int64_t groups;
-    bool operator<(const Geometry &g) const {
-      return std::tie(x, filter, strides, before, after, dilations, groups) <
-             std::tie(g.x, g.filter, g.strides, g.before, g.after, g.dilations, g.groups);
-    }
-  };
+  using Geometry = reference::Geometry;
   enum Direction { kForward, kInputGradient, kFilterGradient };
 
   static OneDnn &get() {
@@ -268,42 +258,6 @@ bool uses_products(const OneDnn::Geometry &g) {
   return kUsesProducts && g.groups == 1 && channels >= kProductChannels && channels % reference::kTileColumns == 0;
 }
 
-// Copies the input pixel that each output pixel multiplies by the tap (row, column) of the filter to `pixels` [N * OH *
-// OW, C].
-void gather(const OneDnn::Geometry &g, int64_t row, int64_t column, const float *x, float *pixels) {
-  const int64_t channels = g.x[1], lines = g.x[0] * g.y[2];
-  const int threads = reference::threads_for(lines * g.y[3] * channels);
-  reference::in_parallel(threads, lines, [&](int, int64_t first, int64_t last) {
-    float *to = pixels + first * g.y[3] * channels;
-    for (int64_t line = first; line < last; ++line) {
-      const int64_t i = line % g.y[2] * g.strides[0] - g.before[0] + row * g.dilations[0];
-      for (int64_t k = 0; k < g.y[3]; ++k, to += channels) {
-        const int64_t j = k * g.strides[1] - g.before[1] + column * g.dilations[1];
-        if (i < 0 || i >= g.x[2] || j < 0 || j >= g.x[3])
-          std::fill_n(to, channels, 0.f);
-        else
-          std::copy_n(x + ((line / g.y[2] * g.x[2] + i) * g.x[3] + j) * channels, channels, to);
-      }
-    }
-  });
-}
-
-// Computes one product [outputs, C] per tap of the filter.
-void filter_gradient(const OneDnn::Geometry &g, const float *x, const float *dy, float *dfilter) {
-  const int64_t taps = g.filter[2] * g.filter[3], size = g.y[1] * g.x[1], count = g.x[0] * g.y[2] * g.y[3];
-  if (g.x == std::array<int64_t, 4>{g.x[0], g.x[1], g.y[2], g.y[3]} && taps == 1)  // all pixels, in the same order
-    return reference::multiply_transposed(1, g.y[1], count, g.x[1], dy, x, dfilter, false);
-  const Floats pixels = floats(count * g.x[1]), gradients = floats(taps * size);
-  for (int64_t tap = 0; tap < taps; ++tap) {
-    gather(g, tap / g.filter[3], tap % g.filter[3], x, pixels.get());
-    reference::multiply_transposed(1, g.y[1], count, g.x[1], dy, pixels.get(), gradients.get() + tap * size, false);
-  }
-  reference::in_parallel(reference::threads_for(size * taps), size, [&](int, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
-      for (int64_t tap = 0; tap < taps; ++tap) dfilter[i * taps + tap] = gradients[tap * size + i];
-  });
-}
-
 // Winograd's algorithm, for convolutions with stride 1 and padding 1.
 
 // With fewer pixels per batch, transforming the filters takes longer than the saved multiplications (measured with 512
@@ -405,7 +359,7 @@ std::vector<Tensor> Conv2dBackward(const Tensor &x, const Tensor &filter, const 
   if (needs_dx && !is_winograd) OneDnn::get().run(OneDnn::kInputGradient, geometry, data<float>(dx), taps, out);
   if (needs_dfilter && is_winograd) winograd_filter_gradient(geometry, in, out, data<float>(dfilter));
   if (needs_dfilter && !is_winograd && uses_products(geometry))
-    filter_gradient(geometry, in, out, data<float>(dfilter));
+    reference::filter_gradient(geometry, in, out, data<float>(dfilter));
   if (needs_dfilter && !is_winograd && !uses_products(geometry))
     OneDnn::get().run(OneDnn::kFilterGradient, geometry, in, data<float>(dfilter), out);
   return {dx, dfilter};

@@ -1,8 +1,8 @@
 // The library of custom Paddle operators. This file defines the functions that Python calls, and the inputs, outputs,
 // attributes, shapes and types of all operators. The headers in this folder implement the operators. Most
 // operators check their arguments, allocate their results, and then launch a kernel on Paddle's stream or, on the CPU,
-// run a float32 loop from reference/. Exceptions: conv.h calls cuDNN on a GPU, onednn.h calls oneDNN on the CPU,
-// dropout.h contains its own CPU loop, and async_copy.h only copies.
+// run a float32 loop from reference/. Exceptions: conv.h calls cuDNN on a GPU, onednn.h calls oneDNN on the CPU, and
+// async_copy.h only copies.
 
 #include <cstdint>
 #include <vector>

@@ -11,7 +11,7 @@
 
 #include "batch_norm.h"
 #include "gpu.h"
-#include "reference/pointwise_conv.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

@@ -11,7 +11,7 @@
 
 #include "gpu.h"
 #include "pool.h"
-#include "reference/squeeze_excitation.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

@@ -12,7 +12,7 @@
 
 #include "gpu.h"
 #include "optimizers.h"
-#include "reference/update.h"
+#include "reference/functions.h"
 #include "tensors.h"
 
 namespace {

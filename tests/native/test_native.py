@@ -80,9 +80,9 @@ def emulated_library(once, pytestconfig):
         options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O0", "-fPIC", "-shared"]
         options.append(f"-Wl,-soname,{driver.name}")
         subprocess.run([*native._compiler(), *options, EMULATION / "driver.cc", "-o", driver], check=True)
-        with pytest.MonkeyPatch.context() as patch:  # without optimization, compilation takes half the time
-            patch.setattr(native, "COMPILER_FLAGS", [flag for flag in native.COMPILER_FLAGS if flag != "-O2"])
-            native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
+        # Without optimization, compilation takes half the time.
+        optimization = {EMULATION / "operators.cc": "-O0", native.SOURCES / "reference.cc": "-O0"}
+        native._compile_operators(folder / "operators.so", optimization)
         folder.rename(built)
 
     once("emulated", make)
@@ -1351,6 +1351,14 @@ def test_error_of_compiler_is_reported(tmp_path, environment, output, problem):
     assert str(error.value) == f"sh failed: {problem}"
 
 
+@pytest.mark.parametrize("argument", ["operators.cc", "reference.cc", "-shared"])
+def test_error_of_one_compiler_process_is_reported(tmp_path, environment, argument):
+    (tmp_path / "compiler").write_text(f'case "$*" in *{argument}*) echo "error: y" >&2; exit 1;; esac')
+    environment(CXX=f"sh {tmp_path}/compiler")
+    with pytest.raises(native.Unavailable, match="^sh failed: error: y$"):
+        native._compile_operators(tmp_path / "target")
+
+
 def test_compiler_that_cannot_be_run_is_reported(tmp_path, environment):
     compiler = tmp_path / "compiler"
     compiler.write_bytes(b"\0")
@@ -1526,6 +1534,8 @@ def test_each_version_and_gpu_has_its_own_build(monkeypatch):
         monkeypatch.setattr(module, name, value)
         names.append(native._operators_file())
     monkeypatch.setattr(native, "COMPILER_FLAGS", (*native.COMPILER_FLAGS, "-g"))
+    names.append(native._operators_file())
+    monkeypatch.setattr(native, "OPTIMIZATION", dict.fromkeys(native.OPTIMIZATION, "-O3"))
     names += [native._operators_file(), *(native._kernels_file(gpu) for gpu in ((9, 0), (8, 0), (8, 6)))]
     assert len(set(names)) == len(names)
 

@@ -9,7 +9,7 @@
 
 namespace reference {
 
-inline void affine(const float *x, float scale, float bias, int64_t size, float *y) {
+void affine(const float *x, float scale, float bias, int64_t size, float *y) {
   in_parallel(threads_for(size), size, [&](int, int64_t first, int64_t last) {
 #pragma omp simd
     for (int64_t i = first; i < last; ++i) y[i] = scale * x[i] + bias;
@@ -30,8 +30,8 @@ inline void affine_gradient(const float *x, const float *dy, float scale, int64_
 }
 
 // Computes dx = s dy, dscale = the sum of x dy, and dbias = the sum of dy.
-inline void affine_gradient(const float *x, const float *dy, float scale, int64_t size, float *dx, float *dscale,
-                            float *dbias) {
+void affine_gradient(const float *x, const float *dy, float scale, int64_t size, float *dx, float *dscale,
+                     float *dbias) {
   const int threads = threads_for(size);
   PartialSums partial(threads, 2);
   in_parallel(threads, size, [&](int thread, int64_t first, int64_t last) {

@@ -49,9 +49,8 @@ struct JoinedRows {
 
 // Computes the coefficients for a batch. Updates the running mean and the running unbiased variance of the channels
 // whose batch statistics are finite in float32.
-inline void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias,
-                          float *running_mean, float *running_variance, float momentum, float epsilon,
-                          float *coefficients) {
+void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias, float *running_mean,
+                   float *running_variance, float momentum, float epsilon, float *coefficients) {
   const JoinedRows joined(rows, channels);
   const int width = joined.width, threads = threads_for(joined.size);
   PartialSums partial(threads, 2 * width);

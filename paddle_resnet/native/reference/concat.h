@@ -8,7 +8,7 @@
 namespace reference {
 
 // Copies x [rows, first] and y [rows, second] to out [rows, first + second].
-inline void concat(const char *x, const char *y, int64_t rows, int64_t first, int64_t second, char *out) {
+void concat(const char *x, const char *y, int64_t rows, int64_t first, int64_t second, char *out) {
   for (int64_t row = 0; row < rows; ++row) {
     std::memcpy(out + row * (first + second), x + row * first, first);
     std::memcpy(out + row * (first + second) + first, y + row * second, second);
@@ -16,7 +16,7 @@ inline void concat(const char *x, const char *y, int64_t rows, int64_t first, in
 }
 
 // Copies in [rows, first + second] to x [rows, first] and y [rows, second].
-inline void split(const char *in, int64_t rows, int64_t first, int64_t second, char *x, char *y) {
+void split(const char *in, int64_t rows, int64_t first, int64_t second, char *x, char *y) {
   for (int64_t row = 0; row < rows; ++row) {
     std::memcpy(x + row * first, in + row * (first + second), first);
     std::memcpy(y + row * second, in + row * (first + second) + first, second);

@@ -4,17 +4,13 @@
 
 #include <cstdint>
 
+#include "functions.h"
+
 namespace reference {
 
-// Geometry of a convolution. Each pair of values belongs to (height, width).
-struct Convolution {
-  int batch, channels, outputs, groups;  // `channels` and `outputs` are the channels of all groups
-  int size[2], out_size[2], kernel[2], stride[2], padding[2], dilation[2];
-};
-
 // Computes y [batch, out_height, out_width, outputs]. The filter is [outputs, kernel_height, kernel_width, channels /
-// groups].
-inline void conv(const float *x, const float *filter, const Convolution &c, float *y) {
+// groups]. This function is inline, so that the compiler generates separate code for the geometry of the stem.
+inline void convolve(const float *x, const float *filter, const Convolution &c, float *y) {
   const int depth = c.channels / c.groups, group = c.outputs / c.groups, taps = c.kernel[0] * c.kernel[1];
   const int64_t pixels = static_cast<int64_t>(c.out_size[0]) * c.out_size[1];
   for (int64_t i = 0; i < pixels * c.batch * c.outputs; ++i) {
@@ -33,5 +29,7 @@ inline void conv(const float *x, const float *filter, const Convolution &c, floa
     y[(image * pixels + pixel) * c.outputs + output] = sum;
   }
 }
+
+void conv(const float *x, const float *filter, const Convolution &c, float *y) { convolve(x, filter, c, y); }
 
 }  // namespace reference

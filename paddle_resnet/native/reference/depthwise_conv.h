@@ -44,8 +44,7 @@ struct Interior {
 };
 
 // Computes y [batch, out_height, out_width, channels].
-inline void depthwise_conv(const float *x, const float *filter, int batch, int channels, const Window &window,
-                           float *y) {
+void depthwise_conv(const float *x, const float *filter, int batch, int channels, const Window &window, float *y) {
   const std::vector<float> all_taps = taps_by_channel(filter, channels, window.kernel * window.kernel);
   const int64_t rows = static_cast<int64_t>(batch) * window.out_height;
   const Interior interior(window);
@@ -95,8 +94,8 @@ inline void depthwise_conv(const float *x, const float *filter, int batch, int c
 }
 
 // Computes dx, in the layout of x.
-inline void depthwise_conv_input_gradient(const float *filter, const float *dy, int batch, int channels,
-                                          const Window &window, float *dx) {
+void depthwise_conv_input_gradient(const float *filter, const float *dy, int batch, int channels, const Window &window,
+                                   float *dx) {
   const std::vector<float> all_taps = taps_by_channel(filter, channels, window.kernel * window.kernel);
   const int64_t rows = static_cast<int64_t>(batch) * window.height;
   with_geometry(window, [&](auto kernel, auto stride) {
@@ -136,8 +135,8 @@ inline void depthwise_conv_input_gradient(const float *filter, const float *dy, 
 }
 
 // Computes dfilter, in the layout of the filter.
-inline void depthwise_conv_filter_gradient(const float *x, const float *dy, int batch, int channels,
-                                           const Window &window, float *dfilter) {
+void depthwise_conv_filter_gradient(const float *x, const float *dy, int batch, int channels, const Window &window,
+                                    float *dfilter) {
   const int squares = window.kernel * window.kernel;
   const int64_t rows = static_cast<int64_t>(batch) * window.out_height;
   const int threads = threads_for(rows * window.out_width * channels);

@@ -13,9 +13,9 @@ namespace reference {
 // accuracies and, if `loss` is not null, the mean loss of the batch. If a label is out of range, top1 is -1. If
 // `weights` [rows, classes] is not null, the weights replace the labels in the loss. If `image_weights` [rows] is not
 // null, it contains a factor for the loss of each row.
-inline void loss(const float *logits, const int64_t *labels, const float *weights, const float *image_weights,
-                 int rows, int classes, float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs,
-                 float *loss, float *top1, float *topk) {
+void loss(const float *logits, const int64_t *labels, const float *weights, const float *image_weights, int rows,
+          int classes, float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs, float *loss,
+          float *top1, float *topk) {
   double total = 0;
   int hits = 0, hits_k = 0, out_of_range = 0;
   for (int row = 0; row < rows; ++row) {
@@ -60,9 +60,8 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
 
 // Computes the gradient of the mean loss, times `dloss`. If the label of a row is out of range, the gradient of this
 // row is NaN.
-inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights,
-                          const float *image_weights, const float *of_softmax, float dloss, int rows, int classes,
-                          float smoothing, float *dlogits) {
+void loss_gradient(const float *logits, const int64_t *labels, const float *weights, const float *image_weights,
+                   const float *of_softmax, float dloss, int rows, int classes, float smoothing, float *dlogits) {
   for (int64_t i = 0; i < static_cast<int64_t>(rows) * classes; ++i) {
     const int64_t row = i / classes, label = labels[row];
     const double image_weight = image_weights ? image_weights[row] : 1;

@@ -8,7 +8,7 @@
 namespace reference {
 
 // Computes y [rows, out] as the product of x [rows, in] and the transpose of filter [out, in].
-inline void pointwise_conv(const float *x, const float *filter, int rows, int in, int out, float *y) {
+void pointwise_conv(const float *x, const float *filter, int rows, int in, int out, float *y) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int o = 0; o < out; ++o) {
       float sum = 0;
@@ -19,7 +19,7 @@ inline void pointwise_conv(const float *x, const float *filter, int rows, int in
 }
 
 // Computes dfilter [out, in] as the sum of dy [rows, out] times x [rows, in] over all rows.
-inline void pointwise_filter_gradient(const float *x, const float *dy, int rows, int in, int out, float *dfilter) {
+void pointwise_filter_gradient(const float *x, const float *dy, int rows, int in, int out, float *dfilter) {
   std::fill_n(dfilter, static_cast<int64_t>(in) * out, 0.f);
   for (int64_t row = 0; row < rows; ++row) {
     for (int o = 0; o < out; ++o) {

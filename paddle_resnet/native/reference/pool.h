@@ -30,7 +30,7 @@ struct Element {
 
 // Computes y and positions [batch, out_height, out_width, channels]. If several values are equal, the first one is the
 // maximum. NaN is treated as larger than all numbers.
-inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
+void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width;
   in_parallel(threads_for(outputs * channels), outputs, [&](int, int64_t first, int64_t last) {
     std::vector<int> all_largest(channels);
@@ -62,8 +62,8 @@ inline void max_pool(const float *x, int batch, int channels, const Window &wind
 }
 
 // Computes dx [batch, height, width, channels] from the gradient dy [+ dy2] of the output; `dy2` may be null.
-inline void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *positions, int batch, int channels,
-                              const Window &window, float *dx) {
+void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *positions, int batch, int channels,
+                       const Window &window, float *dx) {
   const int64_t image_size = static_cast<int64_t>(window.height) * window.width * channels;
   const int64_t outputs = static_cast<int64_t>(window.out_height) * window.out_width;
   in_parallel(threads_for(batch * image_size), batch, [&](int, int64_t begin, int64_t end) {
@@ -103,8 +103,7 @@ struct Average {
 };
 
 // Computes y [batch, out_height, out_width, channels].
-inline void average_pool(const float *x, int batch, int channels, const Window &window, bool excludes_padding,
-                         float *y) {
+void average_pool(const float *x, int batch, int channels, const Window &window, bool excludes_padding, float *y) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {
     const auto [image, row, column, channel] = Element(i, window, channels);
@@ -118,8 +117,8 @@ inline void average_pool(const float *x, int batch, int channels, const Window &
 }
 
 // Computes dx [batch, height, width, channels] from the gradient dy [+ dy2] of the output; `dy2` may be null.
-inline void average_pool_gradient(const float *dy, const float *dy2, int batch, int channels, const Window &window,
-                                  bool excludes_padding, float *dx) {
+void average_pool_gradient(const float *dy, const float *dy2, int batch, int channels, const Window &window,
+                           bool excludes_padding, float *dx) {
   std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {

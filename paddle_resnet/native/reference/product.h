@@ -6,29 +6,14 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
+#include "functions.h"
 #include "parallel.h"
 #include "vectors.h"
 
 namespace reference {
 
-struct Free {
-  void operator()(float *memory) const { std::free(memory); }
-};
-using Floats = std::unique_ptr<float[], Free>;
-
-// Returns memory that starts at a cache line and whose values are not set.
-inline Floats floats(int64_t size) {
-  void *memory = nullptr;
-  if (posix_memalign(&memory, 64, size * sizeof(float)) != 0) throw std::bad_alloc();
-  return Floats(static_cast<float *>(memory));
-}
-
-constexpr int kTileRows = 6, kTileColumns = 16;  // a tile occupies 12 of the 16 registers of AVX2
 constexpr int64_t kInnerBlock = 128;  // steps for which a copied block of both matrices fits in the L2 cache
 constexpr int64_t kRowBlock = 32 * kTileRows;
 
@@ -80,8 +65,8 @@ void fill_panels(const float *matrix, int64_t step, int64_t rows, int64_t column
 // Computes `count` products c [rows, columns] of the transposed matrices a [inner, rows] and the matrices b [inner,
 // columns], which are stored in sequence. `columns` must be a multiple of kTileColumns. If `adds` is true, the products
 // are added to c.
-inline void multiply_transposed(int64_t count, int64_t rows, int64_t inner, int64_t columns, const float *a,
-                                const float *b, float *c, bool adds) {
+void multiply_transposed(int64_t count, int64_t rows, int64_t inner, int64_t columns, const float *a, const float *b,
+                         float *c, bool adds) {
   const int threads = threads_for(count * inner * (rows + columns));
   // Threads that share a product compute different rows or columns of it, whichever are more, and copy the rest again.
   const int64_t parts = (threads + count - 1) / count;

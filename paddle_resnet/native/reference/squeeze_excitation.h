@@ -12,7 +12,7 @@
 namespace reference {
 
 // Computes out [N, C] as `factor` times the sum of x [times y] over the pixels of each image. `y` may be null.
-inline void image_sums(const float *x, const float *y, int images, int pixels, int channels, float factor, float *out) {
+void image_sums(const float *x, const float *y, int images, int pixels, int channels, float factor, float *out) {
   const int64_t image_size = static_cast<int64_t>(pixels) * channels;
   in_parallel(threads_for(images * image_size), images, [&](int, int64_t first, int64_t last) {
     for (int64_t image = first; image < last; ++image) {
@@ -35,8 +35,8 @@ inline void image_sums(const float *x, const float *y, int images, int pixels, i
 }
 
 // Computes y = x times factors [N, C] [+ offsets [N, C] / pixels]. `offsets` may be null.
-inline void scale_images(const float *x, const float *factors, const float *offsets, int images, int pixels,
-                         int channels, float *y) {
+void scale_images(const float *x, const float *factors, const float *offsets, int images, int pixels, int channels,
+                  float *y) {
   const int64_t rows = static_cast<int64_t>(images) * pixels;
   in_parallel(threads_for(rows * channels), rows, [&](int, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
@@ -54,12 +54,12 @@ inline void scale_images(const float *x, const float *factors, const float *offs
   });
 }
 
-inline void sigmoid(const float *x, int64_t size, float *y) {
+void sigmoid(const float *x, int64_t size, float *y) {
   for (int64_t i = 0; i < size; ++i) y[i] = 1 / (1 + std::exp(-x[i]));
 }
 
 // Computes dx = dy y (1 - y), where y is the sigmoid of x.
-inline void sigmoid_gradient(const float *y, const float *dy, int64_t size, float *dx) {
+void sigmoid_gradient(const float *y, const float *dy, int64_t size, float *dx) {
   for (int64_t i = 0; i < size; ++i) dx[i] = dy[i] * y[i] * (1 - y[i]);
 }
 

@@ -13,11 +13,11 @@
 
 namespace reference {
 
-inline bool is_finite(const float *values, int64_t size) {
+bool is_finite(const float *values, int64_t size) {
   return std::all_of(values, values + size, [](float value) { return std::isfinite(value); });
 }
 
-inline double sum_squares(const float *values, int64_t size, float unscale) {
+double sum_squares(const float *values, int64_t size, float unscale) {
   double sum = 0;
   for (int64_t i = 0; i < size; ++i) {
     const double value = static_cast<double>(values[i]) * unscale;
@@ -77,7 +77,7 @@ void update_in_parallel(const float *gradient, int64_t size, float rate, float u
 }
 
 // Computes average += weight (value - average).
-inline void follow_average(const float *value, int64_t size, float weight, float *average) {
+void follow_average(const float *value, int64_t size, float weight, float *average) {
   in_parallel(threads_for(size), size, [&](int, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) average[i] += weight * (value[i] - average[i]);
   });

@@ -9,40 +9,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "functions.h"
 #include "parallel.h"
 #include "vectors.h"
 
 namespace reference {
 
-// A range of tiles of the images [batch, height, width, channels], in the order of images, rows and columns. Tiles
-// after the last one are zeros.
-struct Tiles {
-  int batch, height, width, channels;
-  int64_t first, count;
-
-  int columns() const { return (width + 1) / 2; }
-  int per_image() const { return (height + 1) / 2 * columns(); }
-  int64_t total() const { return static_cast<int64_t>(batch) * per_image(); }
-
-  // Calls run(lanes, channel, tile in the range, image, row, column) for each tile and each vector of channels, where
-  // row and column are those of the first output pixel. The image is negative for tiles after the last one.
-  template <class Run>
-  void for_each(const Run &run) const {
-    in_parallel(threads_for(count * 4 * channels), count, [&](int, int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t tile = first + i;
-        const int image = tile < total() ? tile / per_image() : -1, place = tile % per_image();
-        const int row = place / columns() * 2, column = place % columns() * 2;
-        for_each_vector(channels, [&](auto lanes, int channel) { run(lanes, channel, i, image, row, column); });
-      }
-    });
-  }
-
-  int64_t at(int64_t image, int row, int column) const { return ((image * height + row) * width + column) * channels; }
-};
-
 // Computes B^T d B of the 4x4 pixels around each tile.
-inline void winograd_input(const Tiles &tiles, const float *x, float *out) {
+void winograd_input(const Tiles &tiles, const float *x, float *out) {
   const int64_t plane = tiles.count * tiles.channels;
   tiles.for_each([&](auto lanes, int channel, int64_t i, int image, int row, int column) {
     using Vector = typename Vectors<decltype(lanes)::value>::Type;
@@ -82,7 +56,7 @@ inline void winograd_input(const Tiles &tiles, const float *x, float *out) {
 }
 
 // Computes A^T m A for each tile, and writes the 2x2 pixels to y.
-inline void winograd_output(const Tiles &tiles, const float *in, float *y) {
+void winograd_output(const Tiles &tiles, const float *in, float *y) {
   const int64_t plane = tiles.count * tiles.channels;
   tiles.for_each([&](auto lanes, int channel, int64_t i, int image, int row, int column) {
     using Vector = typename Vectors<decltype(lanes)::value>::Type;
@@ -107,7 +81,7 @@ inline void winograd_output(const Tiles &tiles, const float *in, float *y) {
 }
 
 // Computes A g A^T of the 2x2 pixels of each tile of the gradient of the output.
-inline void winograd_output_gradient(const Tiles &tiles, const float *dy, float *out) {
+void winograd_output_gradient(const Tiles &tiles, const float *dy, float *out) {
   const int64_t plane = tiles.count * tiles.channels;
   tiles.for_each([&](auto lanes, int channel, int64_t i, int image, int row, int column) {
     using Vector = typename Vectors<decltype(lanes)::value>::Type;
@@ -141,7 +115,7 @@ using FilterVector = Vectors<kFilterLanes>::Type;
 // Computes G g G^T of each filter in [outputs, channels, 3, 3]. The transformed filters are [16, channels, outputs] or,
 // if `is_rotated` is true, [16, outputs, channels] of the filters rotated by 180 degrees, as for the gradient of the
 // input. outputs and channels must be multiples of kFilterLanes.
-inline void winograd_filter(const float *filter, int outputs, int channels, bool is_rotated, float *out) {
+void winograd_filter(const float *filter, int outputs, int channels, bool is_rotated, float *out) {
   const int64_t plane = static_cast<int64_t>(outputs) * channels;
   // A vector contains filters that are neighbors along the last axis of the transformed filters.
   const int output_step = is_rotated ? 1 : kFilterLanes, channel_step = is_rotated ? kFilterLanes : 1;
@@ -175,7 +149,7 @@ inline void winograd_filter(const float *filter, int outputs, int channels, bool
 }
 
 // Computes G^T u G, the gradient of each filter in [outputs, channels, 3, 3].
-inline void winograd_filter_gradient(const float *in, int outputs, int channels, float *dfilter) {
+void winograd_filter_gradient(const float *in, int outputs, int channels, float *dfilter) {
   const int64_t plane = static_cast<int64_t>(outputs) * channels;
   in_parallel(threads_for(plane * 9), plane / kFilterLanes, [&](int, int64_t first, int64_t last) {
     for (int64_t i = first * kFilterLanes; i < last * kFilterLanes; i += kFilterLanes) {
