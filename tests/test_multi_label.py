@@ -139,7 +139,6 @@ def test_image_without_a_predicted_class_needs_no_heat_map(trained, data, tmp_pa
     assert capsys.readouterr().out == f"{path}: none of the classes\n"
 
 
-
 @pytest.mark.slow
 def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     flags = ["--report-html", tmp_path / "page.html", "--lr", "1e-6"]
