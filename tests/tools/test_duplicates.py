@@ -215,6 +215,11 @@ def test_distance_0_finds_equal_hashes_only(root, capsys):
     equal = duplicates.by_hash(duplicates.list_images(root), 0)
     assert {pair.val for pair in equal.pairs} <= {pair.val for pair in most.pairs}
     assert {pair.distance for pair in equal.pairs} == {0}
+    save(root / "val/a/5.png", picture(3).rotate(1))  # at a distance of 4
+    for flags, is_found in (([], True), (["--distance", "0"], False)):
+        capsys.readouterr()
+        assert dataset.main(["duplicates", str(root), *flags]) == 1
+        assert ("val/a/5.png" in capsys.readouterr().out) == is_found
 
 
 def test_unreadable_images_are_reported(root, capsys):

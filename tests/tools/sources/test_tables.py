@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from layouts import colors_match, error_of_import, error_of_training, image, obey, put
+from layouts import color_of, colors_match, error_of_import, error_of_training, image, obey, put
 from paddle_resnet import dataset
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
@@ -241,6 +241,15 @@ def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     assert message.partition("it contains ")[2].partition(", or use")[0] in capsys.readouterr().out
     assert dataset.main(["split", str(tmp_path / "source"), "--output", str(tmp_path / "x")]) == 2
     assert f"import {tmp_path}/source --output {tmp_path}/source_imported" in capsys.readouterr().err
+
+
+def test_file_of_names_may_begin_with_a_class_without_images(tmp_path):
+    """The labels 1 to 4 are not renumbered, because there are five names."""
+    lists(labels=lambda k: k + 1, names=("labels.txt", "\n".join(["unused", *NAMES])))(tmp_path / "source")
+    command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "out"), "--to", "folder"]
+    assert dataset.main(command) == 0
+    for k, name in enumerate(NAMES):
+        assert color_of(next((tmp_path / "out/val" / name).iterdir()).read_bytes()) == k
 
 
 def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
