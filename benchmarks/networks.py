@@ -67,8 +67,8 @@ KINDS = {
     r"|Momentum|CheckFinite|LossScaling",
     "casts, copies": r"Cast|[Tt]ranspose|Shuffling|SwapDim|[Nn](chw|CHW)To|[Nn](hwc|HWC)To|(?i:memcpy|memset)"
     r"|scalePacked|convertTensor|tensorTransform|Padding|FullFunctor|Fill|CwiseNullary",
-    "BN, activation, addition": r"^bn_|^dropout|[Bb]atch_?[Nn]orm|bn_[fb]w|[Rr]elu|[Ss]wish|[Mm]ish|[Ss]ilu|SumArray"
-    r"|Elementwise|Broadcast|ReduceHigherDim",
+    "BN, activation, addition": r"^bn_|^affine_|^dropout|[Bb]atch_?[Nn]orm|bn_[fb]w|[Rr]elu|[Ss]wish|[Mm]ish|[Ss]ilu"
+    r"|SumArray|Elementwise|Broadcast|ReduceHigherDim",
 }
 
 

@@ -870,6 +870,7 @@ def test_numbers_in_yaml_are_not_converted(config_file):
     assert (args.output_dir, args.image_root, args.tensorboard_dir) == ("2024_01_31", "2024-01-31", "0123")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("content", "expected"),

@@ -759,6 +759,7 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
     assert np.array_equal(images(1, Mode.EVAL, AUGMENTATION[:-2]), images(2, Mode.EVAL, []))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [AUGMENTATION, ["--auto-augment", "randaug"], ["--crop-padding", "4", *AUGMENTATION[2:]]],
@@ -974,6 +975,7 @@ def test_interp_selects_filter_in_training_and_evaluation(parse, copies, interp,
             assert error < 0.6  # tolerance for rounding to integers
 
 
+@pytest.mark.slow
 def test_evaluation_batches_are_equal_in_every_format(parse, photos, converted):
     expected = epoch(load(parse, photos, Mode.EVAL, "--data-format", "folder"))
     for data_format in data_files.ALL[1:]:
@@ -1010,6 +1012,7 @@ def test_evaluation_of_every_format_yields_each_image_once(parse, distinct, shar
     check_evaluation(parse, distinct[data_format], shard, data_format, 37, world_size, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_evaluation_with_few_images_yields_each_image_once(parse, few, shard, data_format, world_size):

@@ -255,7 +255,9 @@ def test_frozen_phase_keeps_pretrained_weights(one_block, run_train, checkpoint,
     assert "--freeze stem (was all-but-classifier)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", [[], ["--kernels", "native", *NHWC]], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(["--kernels", "native", *NHWC], marks=pytest.mark.slow)], ids=["NCHW", "NHWC"]
+)
 def test_frozen_layers_are_pruned_and_remain_sparse(one_block, run_train, checkpoint, tmp_path, layout):
     """Layers that are frozen at first have masks, so that they remain sparse after --unfreeze-at and in later runs."""
 

@@ -120,6 +120,7 @@ def printed(folder, extra, env):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [".venv", ".venv/paddle3"])
 @pytest.mark.parametrize("paddle", ["", "3.3.1"])
 def test_printed_command_repairs_environment_and_keeps_paddle(make, tmp_path, folder, paddle):

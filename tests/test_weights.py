@@ -316,6 +316,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", WRAPPERS)
 def test_prefix_common_to_all_names_is_removed(small, tmp_path, capsys, prefix):
     state = WRAPPERS[prefix]({prefix + name: array for name, array in tensors().items()})

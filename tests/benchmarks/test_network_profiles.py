@@ -54,6 +54,7 @@ def test_every_custom_kernel_has_a_kind():
     assert len(kernels) == source.count("__global__")
     kinds = {
         "bn": "BN, activation, addition",
+        "affine": "BN, activation, addition",
         "dropout": "BN, activation, addition",
         "max": "pooling",
         "average": "pooling",

@@ -32,7 +32,7 @@ def without_bn(monkeypatch):
 @pytest.mark.parametrize(
     "scaling", [pytest.param(None, marks=pytest.mark.soak), pytest.param("static", marks=pytest.mark.soak), "dynamic"]
 )
-@pytest.mark.parametrize("optimizer", ["Momentum", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["Momentum", pytest.param("AdamW", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kernels, optimizer, scaling):
     if kernels == "native":

@@ -338,7 +338,9 @@ def test_bfloat16_parameters_follow_float32_masters(parse):
         np.testing.assert_array_equal(in_float32, with_master)
 
 
-@pytest.mark.parametrize("optimizer", ["Momentum", "LAMB", "RAdam"])
+@pytest.mark.parametrize(
+    "optimizer", ["Momentum", *(pytest.param(each, marks=pytest.mark.slow) for each in ("LAMB", "RAdam"))]
+)
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_all_values_of_pruned_weights_remain_zero(parse, use_native, kernels, optimizer):
     """These values include the optimizer state, which is part of norms, the slow weights and the averages."""

@@ -351,6 +351,7 @@ def device(path):
     path.symlink_to("/dev/null")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [loop, dangling, device])
 def test_image_that_is_not_a_regular_file_is_an_error(photos, parse, run_train, tmp_path, capsys, make):
     root = tmp_path / "photos"

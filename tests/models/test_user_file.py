@@ -150,6 +150,7 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
     assert_one_error(capsys.readouterr().err, ["does not match the model"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -220,6 +220,7 @@ class Net(nn.Layer):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--bn-weight-decay"], ["--qat"]], ids=["default", "all", "qat"])
 @pytest.mark.parametrize("optimizer", table.OPTIMIZERS)
 def test_decayed_parameters_of_user_network_do_not_depend_on_layout(parse, tmp_path, optimizer, flags):

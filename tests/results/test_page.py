@@ -120,6 +120,7 @@ def test_page_is_complete_and_self_contained(trained):
     assert error == pytest.approx(evaluated["val.ece"])
 
 
+@pytest.mark.slow
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):
     rows = list(csv.DictReader((trained / "report.predictions.csv").read_text().splitlines()))
     wrong = [row for row in rows if row["label"] != row["prediction"]]

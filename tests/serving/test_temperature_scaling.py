@@ -25,6 +25,7 @@ def checkpoint(one_block, checkpoint):
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uint8", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_temperature_is_part_of_every_exported_network(trained, photos, photo_paths, tmp_path, capsys, uint8):
     pytest.importorskip("onnxruntime")

@@ -120,6 +120,7 @@ def test_synthetic_data_have_speed_but_no_preview(photos):
         inspection.augmented(photos, 1, 1, flags)
 
 
+@pytest.mark.slow
 def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
     (colors / "train" / "c0" / "broken.jpg").write_bytes(b"not an image")
     (colors / "val" / "c0").mkdir(parents=True)

@@ -91,6 +91,7 @@ ARCHIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_commands_in_the_error_unpack_and_import_archives(tmp_path, capsys, name):
     archives, counts = ARCHIVES[name]
