@@ -135,6 +135,10 @@ class FakeGraph:
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        # The operators for the emulated GPU are compiled for half a minute.
+        if item.path.name == "test_native.py" and "emulated" in item.name:
+            item.add_marker(pytest.mark.slow)
     if "soak" not in config.option.markexpr:  # -m gpu also excludes soak tests
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]

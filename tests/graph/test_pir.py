@@ -22,6 +22,7 @@ REGULARIZED = (
     *("--clip-grad-norm", 0.5, "--ema", 0.8, "--lookahead", "2,0.5", "--class-weights", "balanced", "--mixup", 0.4),
     *("--cutmix", 1, "--dropout", 0.3, "--drop-path", 0.2, "--bn-momentum", 0.7, "--bn-weight-decay", "--tta", "flip"),
 )
+SLOW = pytest.mark.slow
 STAGES = (
     "--epochs",
     4,
@@ -61,8 +62,8 @@ def metrics(report):
     [
         SHORT,
         (*SHORT, "--optimizer", "AdamW", "--lr", 0.002),
-        pytest.param((*SHORT, "--optimizer", "RAdam", *REGULARIZED), id="RAdam and regularization"),
-        pytest.param(STAGES, id="Nesterov and stages"),
+        pytest.param((*SHORT, "--optimizer", "RAdam", *REGULARIZED), id="RAdam and regularization", marks=SLOW),
+        pytest.param(STAGES, id="Nesterov and stages", marks=SLOW),
     ],
 )
 def test_losses_evaluations_and_checkpoints_equal_those_of_legacy_programs(run_train, tmp_path, flags):
@@ -100,6 +101,7 @@ def test_losses_in_nchw_are_close_to_those_with_onednn(run_train, tmp_path):
 
 
 @only_paddle_3
+@pytest.mark.slow
 def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, tmp_path):
     flags = (*PIR, "--epochs", 3, "--ema", 0.8, "--optimizer", "AdamW", "--accumulate-steps", 2)
     code, report = run_train(*flags)
@@ -109,6 +111,7 @@ def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, tmp_path):
 
 
 @only_paddle_3
+@pytest.mark.slow
 @pytest.mark.parametrize("representations", [((), PIR), (PIR, ())], ids=["legacy to PIR", "PIR to legacy"])
 def test_run_resumes_with_other_representation(run_train, tmp_path, representations):
     """Checkpoints do not depend on the representation."""
