@@ -885,6 +885,22 @@ def test_all_affine_layers_are_replaced(parse, gpu_lists, layers, level, is_trai
     assert before["elementwise_mul_grad"] - after["elementwise_mul_grad"] == trained
 
 
+def add_buffer(block, names, made_before):
+    """Add the buffer of a fused all-reduce for the gradients of the parameters `names`, before the first operator of
+    type `made_before`. Return (buffer, gradients)."""
+    grads = [block.var(f"{name}@GRAD") for name in names]
+    buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
+    block._insert_op_without_sync(
+        next(i for i, op in enumerate(block.ops) if op.type == made_before),
+        type="coalesce_tensor",
+        inputs={"Input": [block.var(name) for name in names]},
+        outputs={"Output": grads, "FusedOutput": buffer},
+        attrs={"set_constant": True, "constant": 0.0, "use_align": True, "dtype": paddle.float32, "op_role": 1},
+    )
+    block._sync_with_cpp()
+    return buffer, grads
+
+
 @pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "network, operator, made_before, unfused",
@@ -910,16 +926,7 @@ def test_gradients_are_written_to_buffer_of_fused_all_reduce(
     block = main.global_block()
     made_by = ("Scale", "Bias") if operator == "batch_norm" else ("Filter",)
     names = [op.input(name)[0] for op in block.ops if op.type == operator for name in made_by]
-    grads = [block.var(f"{name}@GRAD") for name in names]
-    buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
-    block._insert_op_without_sync(
-        next(i for i, op in enumerate(block.ops) if op.type == made_before),
-        type="coalesce_tensor",
-        inputs={"Input": [block.var(name) for name in names]},
-        outputs={"Output": grads, "FusedOutput": buffer},
-        attrs={"set_constant": True, "constant": 0.0, "use_align": True, "dtype": paddle.float32, "op_role": 1},
-    )
-    block._sync_with_cpp()
+    buffer, grads = add_buffer(block, names, made_before)
     fusion.fuse(main)
     assert types(main)[f"{operator}_grad"] == unfused
     exe = static.Executor(processes.place(args.device))
@@ -945,16 +952,7 @@ def test_affine_gradients_are_written_to_buffer_of_fused_all_reduce(made_before,
     main, loss, exe = small_program(lambda x: affine(F.relu(affine(conv(x)))), place)
     block = main.global_block()
     names = [p.name for p in main.all_parameters() if p.name.startswith("learnable")][:gradients]
-    grads = [block.var(f"{name}@GRAD") for name in names]
-    buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
-    block._insert_op_without_sync(
-        next(i for i, op in enumerate(block.ops) if op.type == made_before),
-        type="coalesce_tensor",
-        inputs={"Input": [block.var(name) for name in names]},
-        outputs={"Output": grads, "FusedOutput": buffer},
-        attrs={"set_constant": True, "constant": 0.0, "use_align": True, "dtype": paddle.float32, "op_role": 1},
-    )
-    block._sync_with_cpp()
+    buffer, grads = add_buffer(block, names, made_before)
     results, start = [], {v.name: variables.read(v.name) for v in main.list_vars() if v.persistable}
     for fuse in (False, True):
         for name, value in start.items():
