@@ -657,8 +657,7 @@ def test_stages_share_all_variables(run_train, uninterrupted, kernels):
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", ["summary and page", "page"])
+@pytest.mark.parametrize("lost", ["summary and page", pytest.param("page", marks=pytest.mark.slow)])
 def test_summary_and_page_of_killed_run_are_written_by_resume(run_train, tmp_path, lost):
     """The run is killed after the last checkpoint. In one of the cases, this checkpoint was saved inside an epoch."""
     report, page, other = (tmp_path / name for name in ("own.json", "own.html", "other.json"))

@@ -65,6 +65,7 @@ BUDGET_EPOCHS = 4  # number of epochs that --budget-minutes chooses in these tes
 TRAINING_OUTPUTS = ("tensorboard", "trace", "report")  # axes that the benchmark and the evaluation of a row omit
 EXPORTS = ([], ["--onnx"], ["--uint8"], ["--int8"], ["--onnx", "--uint8", "--triton"])
 TIMES = re.compile(r"steps|ips|time|latency|memory|energy|power|_s$|start|utilization")
+OF_A_RUN = {"run", "sequence", "arguments", "checksum", "files"}  # keys of meta.json that differ between equal runs
 FILES = {
     "network.py": (ROOT / "docs/networks.md").read_text().split("\n```python\n")[2].partition("```")[0],
 }
@@ -286,7 +287,7 @@ class Row:
         where = f"stopped before steps {stops}"
         expected, actual = map(self._report, ("reference", "stopped"))
         for key in expected.keys() | actual.keys():
-            if key[0][:1] and expected.get(key) != actual.get(key):
+            if key[1] != "teacher.folder" and expected.get(key) != actual.get(key):
                 raise Failed(f"{where}: {key} is {actual.get(key)} instead of {expected.get(key)}")
         expected, actual = map(self._last, ("reference", "stopped"))
         if expected.name != actual.name:
@@ -303,15 +304,20 @@ class Row:
                 if np.ravel(value).tobytes() != np.ravel(other[variable]).tobytes():
                     raise Failed(f"{where}: {variable} in {name} differs")
         one, other = map(self._meta, ("reference", "stopped"))
-        for key in ("best", "epoch", "step", "seeds", "lr_scheduler", "classes"):
-            if without_times(one[key]) != without_times(other[key]):
-                raise Failed(f"{where}: {key} in meta.json is {other[key]} instead of {one[key]}")
-        if self.values["predictions"] == "on":
-            one, other = ((self.folder / name / "predictions.csv").read_bytes() for name in ("reference", "stopped"))
-            if one != other:
-                raise Failed(f"{where}: predictions.csv differs")
+        for key in (one.keys() | other.keys()) - OF_A_RUN:
+            if without_times(one.get(key)) != without_times(other.get(key)):
+                raise Failed(f"{where}: {key} in meta.json is {other.get(key)} instead of {one.get(key)}")
+        one, other = map(self._tables, ("reference", "stopped"))
+        if one != other:
+            raise Failed(
+                f"{where}: tables differ: {sorted(n for n in one.keys() | other if one.get(n) != other.get(n))}"
+            )
         if self.values["page"] == "on" and not (self.folder / "stopped" / "report.html").stat().st_size:
             raise Failed("empty page")
+
+    def _tables(self, name):
+        """Return {file name: content} of the CSV files of a run."""
+        return {path.name: path.read_bytes() for path in (self.folder / name).rglob("*.csv")}
 
     def _evaluate(self):
         """Evaluate the last checkpoint, and compare the metrics with those of the last evaluation, if there was one."""
@@ -326,9 +332,9 @@ class Row:
         if not is_compared:
             return
         actual = {key: value for (_, key), value in self._report("evaluated", "report.eval.json").items()}
-        for key in ("loss", "top1" if self.values["labels"] == "one" else "map", "images"):
-            if recorded[key] != actual[f"val.{key}"]:
-                raise Failed(f"evaluation: {key} is {actual[f'val.{key}']} instead of {recorded[key]}")
+        for key, value in without_times(recorded).items():
+            if value != actual[f"val.{key}"]:
+                raise Failed(f"evaluation: {key} is {actual[f'val.{key}']} instead of {value}")
 
     def _export(self):
         """Export the last checkpoint, and predict an image with the checkpoint and the export."""
