@@ -360,6 +360,7 @@ IMPOSSIBLE = {
     "classes": [None, "ab", {}, [1], [None], [["a"]]],
     "class_names": [None, "ab", {}, [1], [None], [["a"]]],
     "cpu": [None, [], {"threads": 1}, {"threads": "1", "instructions": ""}, {"threads": 1, "instructions": []}],
+    "asp": [None, [], {"sparse_layers": 1}, {"sparse_layers": -1, "dense_layers": 0}],
     "arguments": [None, [], "lr"],
     "trained": [[], {}, 1, {"loss": 1.5}, RESULT | {"top1": "high"}, RESULT | {"top1": -1}, RESULT | {"steps": []}],
     "evaluated": [[], {}, RESULT | {"top1": 1.5}, RESULT | {"top1": float("nan")}, RESULT | {"top5": None}],
