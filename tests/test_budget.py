@@ -384,9 +384,15 @@ def test_stages_are_measured_with_their_own_images(run, chooses_two, monkeypatch
 @pytest.fixture
 def starts(run, unmeasured, monkeypatch):
     """Call `run`, but do not train. An epoch of N batches takes 0.1 N + 0.2 s, or 0.2 N + 0.2 s with larger images,
-    and a later stage starts in 3 s. Return (exit code, epochs, or None)."""
+    and a later stage starts in 3 s. Return (exit code, epochs of the run and of all its stages, or None)."""
     seen = []
-    monkeypatch.setattr(train, "_run_epochs", lambda run, *_: seen.append(run.settings.epochs))
+
+    def see(run, *_):
+        works = [run.training, *(work for _, work in run.training.later)]
+        [epochs] = {run.settings.epochs, *(work.settings.epochs for work in works)}
+        seen.append(epochs)
+
+    monkeypatch.setattr(train, "_run_epochs", see)
     monkeypatch.setattr(logger, "elapsed_s", lambda: 4.0)
     return lambda *flags: (run(*flags)[0], seen.pop() if seen else None)
 

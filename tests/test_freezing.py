@@ -51,6 +51,12 @@ def test_every_network_has_layers_to_freeze(arch, names):
     assert depths[-2] == 0.5
 
 
+def test_classifier_is_the_last_part_wherever_it_is_declared():
+    factors = parts.rate_factors(model_of("Affine"), 0.5, 3)
+    depths = {"linear": 3, "conv2d_0": 0.125, "conv2d_1": 0.25, "conv2d_2": 0.5, "batch_norm_0": 0.25}
+    assert {part: factors[f"{part}_0.w_0" if part == "linear" else f"{part}.w_0"] for part in depths} == depths
+
+
 def test_stage_selects_its_blocks_and_not_those_of_stage_ten():
     layers = ["stages.1_0", "stages.1_0.conv", "stages.1_1", "stages.10_0", "stages", "conv", "conv_2"]
     chosen = {
@@ -143,15 +149,15 @@ def test_frozen_batch_norm_uses_running_statistics(parse):
 
 @pytest.fixture(autouse=True)
 def affine(monkeypatch):
-    """Register a network whose first layer has no batch normalization."""
+    """Register a network whose first layer has no batch normalization, and which declares the classifier first."""
 
     class Affine(paddle.nn.Layer):
         def __init__(self, num_classes, in_channels, data_format):
             super().__init__()
+            self.classifier = self.last = paddle.nn.Linear(8, num_classes)
             self.first = paddle.nn.Conv2D(in_channels, 8, 3, data_format=data_format)
             self.stages = paddle.nn.Sequential(*[models.layers.ConvBN(8, 8, 3, 2, data_format) for _ in range(2)])
             self.pool = paddle.nn.AdaptiveAvgPool2D(1, data_format=data_format)
-            self.classifier = self.last = paddle.nn.Linear(8, num_classes)
 
         def forward(self, x):
             return self.last(paddle.flatten(self.pool(self.stages(self.first(x))), 1))
@@ -350,10 +356,11 @@ def test_run_too_short_for_bn_momentum_warns_with_a_value_that_fits(one_block, r
         (299, 0.99, None),
         (1, 0.9, "0.05"),
         (100, 0, None),
+        (3, "0.9 --freeze all-but-classifier", None),
     ],
 )
 def test_bn_momentum_of_run_with_few_batches(parse, capsys, batches, momentum, value):
-    args = parse("--bn-momentum", momentum, "--epochs", batches)
+    args = parse("--bn-momentum", *str(momentum).split(), "--epochs", batches)
     main = static.Program()
     _, schedule, *_ = program.build(frozen(args), main, static.Program(), 1)
     phases._warn_of_bn_momentum(args.part(phases.BnOptions), phases.Work(args, None, main, None, schedule))

@@ -59,9 +59,13 @@ def test_cutmix_draws_box_and_counts_pixels():
 
 
 def test_mixup_and_cutmix_alternate_by_batch():
-    mixes = [mixing.draw(generator(step), {"mixup": 0.4, "cutmix": 1}, 8, 8) for step in range(400)]
+    """Each kind has its own parameter: with 1e6, all boxes have half the area of the image before they are clipped."""
+    mixes = [mixing.draw(generator(step), {"mixup": 0.4, "cutmix": 1e6}, 8, 8) for step in range(400)]
     is_box = [set(np.unique(np.outer(mix.rows, mix.columns))) <= {0, 1} for mix in mixes]
     assert np.mean(is_box) == pytest.approx(0.5, abs=0.1)
+    boxes, others = ([mix.fraction for mix, box in zip(mixes, is_box, strict=True) if box == kind] for kind in (1, 0))
+    assert min(boxes) == 0.75  # the sides are rounded down to 4 pixels
+    assert np.var(others) == pytest.approx(1 / (4 * 1.8), rel=0.2)
 
 
 def losses_of(args, feeds):

@@ -91,8 +91,9 @@ def test_trace_on_a_gpu_contains_its_kernels(monkeypatch, device):
     assert targets == [trace.ProfilerTarget.CPU, *([trace.ProfilerTarget.GPU] if device == "gpu" else [])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--sizes", "24:0,32:1"]], ids=["one size", "stages"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param([], marks=pytest.mark.slow), ["--sizes", "24:0,32:1"]], ids=["one size", "stages"]
+)
 def test_only_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
     started, start = [], Profiler.start
     monkeypatch.setattr(Profiler, "start", lambda self: started.append(self) or start(self))
