@@ -137,6 +137,8 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
         assert f"(mine.pdparams, notes.txt, other0{more}); move or delete these files" in capsys.readouterr().err
         shutil.rmtree(tmp_path / "4")
     (tmp_path / "2/meta.json").write_text("damaged")
+    for name in ("a.pdema", "bn_rank1.npz"):
+        (tmp_path / "2" / name).touch()
     folders.delete(tmp_path / "1")
     assert "1: not deleted, because it contains files that this program did not write (mine.pdparams, notes.txt)" in (
         capsys.readouterr().err

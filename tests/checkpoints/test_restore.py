@@ -848,7 +848,7 @@ def test_start_deletes_files_of_killed_run(args, tmp_path):
 def test_only_a_resumed_run_continues_the_record_of_its_checkpoint(args, tmp_path, resumes):
     folder = write_checkpoint(tmp_path / "Tiny", "4", epoch=4, run="r", evaluated=METRICS, evaluations_since_best=3)
     start = restore.StartCheckpoint(str(folder), 5, 0, contents.read_meta(folder), resumes)
-    args.resume, args.overwrite = resumes, not resumes
+    args.resume = resumes  # without --resume, the run continues from the newest checkpoint with --from-checkpoint
     saver = Saver(args, None, None, None, {}, start)
     state = saver.best, saver._run == "r", saver._evaluations_since_best
     assert state == ((METRICS | {"epoch": 4}, True, 3) if resumes else (None, False, 0))

@@ -85,12 +85,13 @@ def test_mask_2d_best_may_keep_seven_weights():
 
 
 def masked(search):
-    """Return the parameters of two layers, pruned with masks [rows, inputs] that `search` computes."""
+    """Return the parameters of two layers, pruned with masks [rows, inputs] that `search` computes, and of a dense first
+    layer, which old versions did not prune."""
     random = np.random.default_rng(0)
     state = {"conv2d_1.w_0": random.standard_normal((64, 64, 3, 3)), "linear_1.w_0": random.standard_normal((64, 62))}
     state = {name: array.astype(np.float32) for name, array in state.items()}
     masks = {name + sparsity.MASK: search(array.T).T.astype(np.float32) for name, array in state.items()}
-    dense = {"conv2d_0.w_0.asp_mask": np.ones((8, 3, 3, 3)), "conv2d_0.w_0": np.ones((8, 3, 3, 3))}
+    dense = {"conv2d_0.w_0.asp_mask": np.ones((8, 4, 3, 3)), "conv2d_0.w_0": np.ones((8, 4, 3, 3))}
     return dense | {name: array * masks[name + sparsity.MASK] for name, array in state.items()} | masks
 
 

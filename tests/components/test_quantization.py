@@ -288,8 +288,13 @@ def test_two_processes_average_ranges(launch, tmp_path):
 
 
 def test_weights_without_ranges_are_an_error_unless_training_starts(checkpoint, run_train, capsys):
-    for flags in (["--run-scope", "eval_only"], ["--last-epoch-of-checkpoint", "None"]):
-        assert run_train("--qat", "--from-checkpoint", checkpoint, *flags, "--overwrite")[0] == 2
+    evaluation = ["--run-scope", "eval_only"]
+    for start, *flags in (
+        ("--from-checkpoint", checkpoint, *evaluation),
+        ("--from-checkpoint", checkpoint, "--last-epoch-of-checkpoint", "None"),
+        ("--from-pretrained-params", checkpoint, *evaluation),
+    ):
+        assert run_train("--qat", start, *flags, "--overwrite")[0] == 2
         message = "was trained without --qat; use --from-pretrained-params to train with --qat, or remove --qat"
         assert_one_error(capsys.readouterr().err, [str(checkpoint), message])
 

@@ -6,6 +6,12 @@ import pytest
 
 from paddle_resnet.data import record_tables
 
+COCO = {  # one of the categories has no name, so the labels are numbers
+    "images": [{"id": 1, "file_name": "a.jpg"}, {"id": 2, "file_name": "b.jpg"}],
+    "annotations": [{"image_id": 1, "category_id": 9}, {"image_id": 2, "category_id": 4}],
+    "categories": [{"id": 4, "name": "x"}, {"id": 9}],
+}
+
 
 @pytest.mark.parametrize(
     ("content", "header", "rows"),
@@ -17,6 +23,7 @@ from paddle_resnet.data import record_tables
         ({"n": 2, "rows": [["a.jpg", 1]], "x": []}, ["image", "label"], [["a.jpg", "1"]]),
         ({"train": [{"a": 1}], "valid": [{"a": 2}]}, ["a", "split"], [["1", "train"], ["2", "valid"]]),
         ({"train": {"a.jpg": 1}}, ["image", "label", "split"], [["a.jpg", "1", "train"]]),
+        (COCO, ["file_name", "label"], [["a.jpg", "9"], ["b.jpg", "4"]]),
         ({"a": [{"x": 1}], "b": [{"x": 1}]}, [], []),
         ([[1, 2, 3]], [], []),
         ({}, [], []),

@@ -144,12 +144,15 @@ def test_peak_and_minimum_scale_with_numbers_of_processes_and_accumulated_batche
     assert result[-1] == pytest.approx(0.08)
 
 
-@pytest.mark.parametrize("flags", [["--lr", "0"], ["--lr", "0.1", "--warmup-start-lr", "0.1"]])
-def test_warmup_from_peak_or_above_is_rejected(parse, flags):
+@pytest.mark.parametrize(
+    ("lr", "start", "schedule", "after"),
+    [("0", "0", "Cosine", "0"), ("0.1", "0.1", "Cosine", "0.1"), ("0.1", "0.005", "OneCycle", "0.004")],
+)
+def test_warmup_that_does_not_raise_the_rate_is_rejected(parse, lr, start, schedule, after):
+    flags = ["--lr", lr, "--warmup-start-lr", start, "--lr-scheduler", schedule]
     args = parse("--epochs", "2", "--warmup-epochs", "1", *flags)
-    rate = "0.1" if "0.1" in flags else "0"
-    after = f"not below {rate}, the learning rate after the warm-up .--lr {rate} times 1 for processes"
-    with pytest.raises(UsageError, match=f"--warmup-start-lr {rate}: {after} .* --warmup-epochs 0"):
+    after = f"not below {after}, the learning rate after the warm-up .--lr {lr} times 1 for processes"
+    with pytest.raises(UsageError, match=f"--warmup-start-lr {start}: {after} .* --warmup-epochs 0"):
         schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 5))
     args.warmup_epochs = 0
     schedules.build_lr_scheduler(args.part(schedules.Options), durations.uniform(args.accumulate_steps, 5))

@@ -494,6 +494,10 @@ UNUSUAL = {
         lambda x: F.max_pool2d(conv(x), 3, 2, ceil_mode=True, data_format="NHWC"),
         0,
     ),
+    "pool whose number of columns is rounded up": (
+        lambda x: F.max_pool2d(conv(x)[:, :, 1:], 2, 2, ceil_mode=True, data_format="NHWC"),
+        0,
+    ),
     "pool in ceil mode without rounding": (
         lambda x: F.max_pool2d(conv(x), 2, 2, ceil_mode=True, data_format="NHWC"),
         2,
