@@ -85,8 +85,8 @@ def test_mask_2d_best_may_keep_seven_weights():
 
 
 def masked(search):
-    """Return the parameters of two layers, pruned with masks [rows, inputs] that `search` computes, and of a dense first
-    layer, which old versions did not prune."""
+    """Return the parameters of two layers, pruned with masks [rows, inputs] that `search` computes, and of a dense
+    first layer, which old versions did not prune."""
     random = np.random.default_rng(0)
     state = {"conv2d_1.w_0": random.standard_normal((64, 64, 3, 3)), "linear_1.w_0": random.standard_normal((64, 62))}
     state = {name: array.astype(np.float32) for name, array in state.items()}
