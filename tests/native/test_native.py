@@ -1236,9 +1236,10 @@ def test_operators_and_onednn_share_threads():
     assert by_both == by_onednn
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu"])
-def test_update_does_not_depend_on_number_of_threads(device, where):
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_update_does_not_depend_on_number_of_threads(device, where, rule):
+    """LAMB computes norms of the whole parameter."""
     library, results = native.register(), []
     before = library.omp_get_max_threads()
     for threads in (1, 3):
@@ -1246,7 +1247,8 @@ def test_update_does_not_depend_on_number_of_threads(device, where):
         random = np.random.RandomState(0)
         parameter, gradient, moment = (paddle.to_tensor(random.randn(100_003).astype("float32")) for _ in range(3))
         state = [moment, moment * moment, *(paddle.to_tensor([beta]) for beta in (0.9, 0.999))]
-        run("native_adamw", [parameter], [gradient], state, paddle.to_tensor([0.1]), None, [0.9, 0.999, 1e-8], [0.01])
+        operands = [parameter], [gradient], state, paddle.to_tensor([0.1]), None, [0.9, 0.999, 1e-8], [0.01]
+        run(f"native_{rule}", *operands)
         results.append([parameter, *state])
     library.omp_set_num_threads(before)
     assert same(*results)
