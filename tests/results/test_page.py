@@ -542,10 +542,13 @@ def test_chart_of_lr_curve_omits_high_losses(tmp_path):
 def test_tables_of_earlier_versions_have_no_precision():
     rows = [{"class": "n01440764_tench", "images": "3", **dict.fromkeys(("precision", "recall", "f1"), "0.123456")}]
     averages = {f"val.{name}_weighted": 0.5 for name in ("precision", "recall", "f1")}
-    run = reading.Run(None, epochs={0: {"val.top1": 0.5, "val.f1_macro": 0.5, **averages}})
+    run = reading.Run(None, epochs={0: {"val.top1": 0.5, "val.map": 0.5, "val.f1_macro": 0.5, **averages}})
+    of_row = [("tench", "3", "0.1234", "0.1234", "0.1234")]
+    assert page._per_class(run, rows) == [("weighted average", "", "0.5000", "0.5000", "0.5000"), *of_row]
+    run.parameters["multi_label"], rows[0]["ap"] = True, "0.75"  # the average of ap is mAP, which has its own place
     assert page._per_class(run, rows) == [
-        ("weighted average", "", "0.5000", "0.5000", "0.5000"),
-        ("tench", "3", "0.1234", "0.1234", "0.1234"),
+        ("weighted average", "", "", "0.5000", "0.5000", "0.5000"),
+        ("tench", "3", "0.75", "0.1234", "0.1234", "0.1234"),
     ]
     del rows[0]["f1"]
     assert page._per_class(run, rows) == []
@@ -655,6 +658,25 @@ def test_folders_and_explicit_flags_of_a_run(tmp_path):
     run.epoch_s = run.total_s + 1  # the clock was set back
     reading._spend(run, {"train.batch_time": 1.0})
     assert run.open_s["train"] == 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "evaluated", "expected"),
+    [
+        ({}, "run/2", "best"),
+        ({"run_scope": "eval_only"}, "run/2", "run/2"),
+        ({"run_scope": "eval_only"}, "moved/2", "2"),
+        ({"run_scope": "eval_only"}, None, None),
+        ({"run_scope": "eval_only"}, "moved/3", None),
+    ],
+    ids=["training", "evaluation", "moved with its checkpoint", "without a checkpoint", "missing"],
+)
+def test_tables_describe_the_evaluated_checkpoint(work_in, tmp_path, parameters, evaluated, expected):
+    work_in(tmp_path)
+    for name in ("best", "2", "run/2"):
+        (tmp_path / name).mkdir(parents=True)
+    run = reading.Run(tmp_path / "report.json", parameters, evaluated=evaluated)
+    assert run.checkpoint() == (expected and (Path(expected) if "/" in expected else tmp_path / expected))
 
 
 def test_at_most_three_runs_are_suggested(tmp_path):

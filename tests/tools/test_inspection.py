@@ -147,9 +147,10 @@ def test_images_may_be_outside_the_folder_only_if_allowed(colors, tmp_path):
     assert len(inspection.augmented(tmp_path / "list", 2, 1, [*flags, "--allow-outside"])) == 2
 
 
-def test_info_omits_records_without_readable_label(colors, monkeypatch):
-    monkeypatch.setattr(inspection, "_measure", lambda image: (image.label or None, None))
-    assert inspection.info(colors)["train"]["classes"] == {"c0": 0, **{f"c{i}": 1 for i in range(1, 10)}}
+def test_info_omits_records_without_readable_label_and_counts_those_of_unknown_classes(colors, monkeypatch):
+    monkeypatch.setattr(inspection, "_measure", lambda image: (image.label + 1 if image.label else None, None))
+    expected = {"c0": 0, "c1": 0, **{f"c{i}": 1 for i in range(2, 10)}, "10": 1}
+    assert inspection.info(colors)["train"]["classes"] == expected
     rows = {title: text({}, np.zeros((0, 2), int)) for title, text in inspection._statistics().items()}
     assert list(rows.values()) == ["0", "0", "0 (-)", "0", "0 (-)", "-", "-", "-", "-", "0"]
 
