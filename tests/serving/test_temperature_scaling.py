@@ -81,11 +81,18 @@ def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(traine
 
 
 def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
+    """The images are those of file lists outside the folder of the lists, so each reader needs --allow-outside."""
     pytest.importorskip("onnxruntime")
-    flags = {"int8": "onnxruntime", "calibration": export.Calibration(photos), "verify": photos}
+    root = tmp_path / "lists"
+    root.mkdir()
+    for split in ("train", "val"):
+        paths = sorted((photos / split).glob("*/*.jpg"))
+        (root / f"{split}.txt").write_text("".join(f"{path} {path.parent.name[-1]}\n" for path in paths))
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
-    export.export(checkpoint, tmp_path / "plain", **flags)
-    value = export.export(checkpoint, tmp_path / "tempered", temperature="auto", **flags)["temperature"]["value"]
+    flags = ["--int8", "--calibrate", str(root), "--verify", str(root), "--allow-outside"]
+    assert export.main([str(checkpoint), str(tmp_path / "plain"), *flags]) == 0
+    assert export.main([str(checkpoint), str(tmp_path / "tempered"), "--temperature", "auto", *flags]) == 0
+    value = json.loads((tmp_path / "tempered/model.json").read_text())["temperature"]["value"]
     images = np.random.default_rng(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
     plain, tempered = (
         inference.open_onnx(tmp_path / name / "model.onnx", "cpu", logits=True).outputs(images)[1]
