@@ -27,6 +27,7 @@ from tensorboardX import SummaryWriter
 
 pytest.importorskip("jinja2")
 
+import multi_label_data
 from conftest import ROOT, losses, read_report
 from helpers import without_permission
 from paddle_resnet import dataset, predict
@@ -206,6 +207,10 @@ def test_images_are_listed_in_the_format_of_the_run(photos, converted, tmp_path)
     (tmp_path / "val.txt").write_text(f"{first} 0\n")
     assert names(image_root=str(tmp_path), data_format="folder") == expected
     assert names(image_root=str(tmp_path), data_format="filelist") == {first}
+    root = multi_label_data.write(tmp_path / "several")
+    expected = {str(path.relative_to(root)) for path in root.glob("val/*")}
+    assert len(expected) > 1
+    assert names(image_root=str(root), data_format="auto", multi_label=True) == expected
     for parameters in (
         {"data_format": "auto"},
         {"image_root": str(photos), "data_format": "synthetic"},
