@@ -28,7 +28,7 @@ from paddle_resnet.components import precision
 from paddle_resnet.models import loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.serving import networks, scores, verification, web
+from paddle_resnet.serving import calibration, networks, scores, verification, web
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import label_metrics
 from paddle_resnet.utils.errors import RunError
@@ -419,6 +419,13 @@ def test_verify_compares_labels_losses_and_map(trained, data):
     for changes in ({"correct": score["correct"] - 5}, {"map": score["map"] + 0.01}, {"loss": score["loss"] + 0.01}):
         with pytest.raises(RunError, match="disagree"):
             verification.check_agreement("engine", score | changes, "reference", score, "")
+
+
+def test_ranges_of_int8_come_from_the_images_of_the_table(trained, data):
+    network = networks.load_checkpoint(trained[0], fold=True)
+    sample = calibration.quantize(network, 7, data, 8)
+    assert sample == (8, COUNTS["train"], 0)  # images without a single label have no number of classes
+    assert sample.text(len(CLASSES)) == f"8 of {COUNTS['train']} training images"
 
 
 @pytest.mark.slow
