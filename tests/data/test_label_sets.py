@@ -106,6 +106,20 @@ def test_listed_images_are_in_order_of_evaluation(roots, kind):
     assert len(names) == COUNTS["val"] - 2 * (kind == "folders")
 
 
+@pytest.mark.parametrize("kind", ["csv", "folders", "vector"])
+def test_digest_depends_on_images_labels_and_classes(roots, monkeypatch, kind):
+    """A resumed run compares the digests, for example after labels were corrected."""
+    root = DataRoot(roots[kind], is_multi_label=True)
+    found = label_sets.read_labels(root, Mode.TRAIN)
+    fields = ("numbers", "classes", *(["names"] if found.records is None else []))
+    changed = [found, *(found._replace(**{name: getattr(found, name)[::-1]}) for name in fields)]
+    digests = [root.open(Mode.TRAIN, None, seed=1).digest]
+    for each in changed:
+        monkeypatch.setattr(label_sets, "read_labels", lambda *_, each=each: each)
+        digests.append(root.open(Mode.TRAIN, None, seed=2).digest)
+    assert digests[0] == digests[1] and len(set(digests)) == len(changed)
+
+
 @pytest.mark.parametrize("kind", ["csv", "vector"])
 def test_more_outputs_than_classes(roots, load, kind):
     batches, _ = load(roots[kind], Mode.EVAL, "--num-of-class", "5")
