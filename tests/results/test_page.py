@@ -207,6 +207,9 @@ def test_images_are_listed_in_the_format_of_the_run(photos, converted, tmp_path)
     (tmp_path / "val.txt").write_text(f"{first} 0\n")
     assert names(image_root=str(tmp_path), data_format="folder") == expected
     assert names(image_root=str(tmp_path), data_format="filelist") == {first}
+    (tmp_path / "val.txt").write_text(f"{photos / first} 0\n")
+    assert names(image_root=str(tmp_path), data_format="filelist") == set()
+    assert names(image_root=str(tmp_path), data_format="filelist", allow_outside=True) == {str(photos / first)}
     root = multi_label_data.write(tmp_path / "several")
     expected = {str(path.relative_to(root)) for path in root.glob("val/*")}
     assert len(expected) > 1
