@@ -64,10 +64,7 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     np.testing.assert_allclose(after, tempered, atol=1e-5)
     np.testing.assert_array_equal(after.argmax(axis=1), before.argmax(axis=1))
     np.testing.assert_allclose(predicted(exported / "model.onnx"), tempered, atol=0.1 if uint8 else 1e-5)
-    tensors, network = foreign_files.read(exported / "model.safetensors"), networks.load_checkpoint(checkpoint)
-    for name, parameter in conversion.parameters("Tiny", 3).items():
-        factor = fitted["value"] if name.startswith("classifier.") else 1
-        np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
+    check_tensors(exported / "model.safetensors", checkpoint, fitted["value"])
     card = (exported / "README.md").read_text()
     assert "names, shapes and layout of paddle_resnet" in card
     assert f"divided by the temperature {fitted['value']:.6g}" in card
@@ -75,9 +72,19 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
 
 def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys):
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", "--tta", "flip")
-    description = export.export(checkpoint, tmp_path / "exported", temperature="auto", verify=photos, uint8=True)
+    flags = {"temperature": "auto", "verify": photos, "uint8": True, "safetensors": True}
+    description = export.export(checkpoint, tmp_path / "exported", **flags)
     assert description["input"]["dtype"] == "uint8" and description["temperature"]["value"] != 1
     assert capsys.readouterr().out.rstrip().endswith("confirmed")
+    check_tensors(tmp_path / "exported/model.safetensors", checkpoint, description["temperature"]["value"])
+
+
+def check_tensors(path, checkpoint, temperature):
+    """Only the parameters of the last layer are divided by the temperature."""
+    tensors, network = foreign_files.read(path), networks.load_checkpoint(checkpoint)
+    for name, parameter in conversion.parameters("Tiny", 3).items():
+        factor = temperature if name.startswith("classifier.") else 1
+        np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
 
 
 def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
