@@ -28,6 +28,7 @@ from tensorboardX import SummaryWriter
 pytest.importorskip("jinja2")
 
 import multi_label_data
+
 from conftest import ROOT, losses, read_report
 from helpers import without_permission
 from paddle_resnet import dataset, predict
