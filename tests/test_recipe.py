@@ -354,7 +354,8 @@ def test_unusable_data_sets_are_errors(photos, run_bare, tmp_path, capsys, missi
             (root / split / "class0").symlink_to(photos / split / "class0")
     if "images" in missing:
         (root / "val").symlink_to(photos / "val")
-        (tmp_path / "skip.txt").write_text("".join(f"{path.relative_to(photos)}\n" for path in photos.glob("train/*/*")))
+        names = [path.relative_to(photos) for path in photos.glob("train/*/*")]
+        (tmp_path / "skip.txt").write_text("".join(f"{name}\n" for name in names))
     if missing == "images":
         (root / "train").unlink()
         for label in range(3):
