@@ -295,6 +295,16 @@ def test_recorded_map_is_compared(capsys, recorded, loss, is_equal):
     assert ("confirmed" in capsys.readouterr().out) == is_equal
 
 
+def test_labels_have_the_offset_of_the_run(checkpoint, photos, tmp_path):
+    paths = sorted((photos / "val").glob("*/*.jpg"))
+    (tmp_path / "val.txt").write_text("".join(f"{path} {int(path.parent.name[-1]) + 1}\n" for path in paths))
+    network = networks.load_checkpoint(checkpoint)
+    model = network.model(logits=True)
+    expected = scores.score(network, model, photos)
+    network.args.set("internal", label_offset=1)
+    assert scores.score(network, model, tmp_path, allow_outside=True) == expected
+
+
 def change(checkpoint, folder, parameter=None, loss=0):
     """Copy a checkpoint, permute one parameter or change the recorded loss (relative, if it exceeds 1), and return the
     new folder."""
