@@ -12,6 +12,7 @@ from paddle_resnet.checkpoints import conversion, foreign_files
 from paddle_resnet.serving import (
     image_files,
     inference,
+    int8_onnx,
     networks,
 )
 from paddle_resnet.utils import confidence
@@ -73,19 +74,23 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert f"divided by the temperature {fitted['value']:.6g}" in card
 
 
-def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys):
-    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", "--tta", "flip")
+@pytest.mark.parametrize("flags", [["--tta", "flip"], ["--qat"]], ids=lambda flags: flags[0])
+def test_recorded_evaluation_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys, flags):
+    """With these flags, a program other than that of the export repeats the evaluation."""
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", *flags)
     description = export.export(checkpoint, tmp_path / "exported", temperature="auto", verify=photos, uint8=True)
     assert description["input"]["dtype"] == "uint8" and description["temperature"]["value"] != 1
     assert capsys.readouterr().out.rstrip().endswith("confirmed")
 
 
-def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
+def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
-    flags = {"int8": "onnxruntime", "calibration": export.Calibration(photos), "verify": photos}
+    monkeypatch.setattr(int8_onnx, "SPEED_S", 0)
+    flags = {"int8": "onnxruntime", "calibration": export.Calibration(photos)}
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
     export.export(checkpoint, tmp_path / "plain", **flags)
-    value = export.export(checkpoint, tmp_path / "tempered", temperature="auto", **flags)["temperature"]["value"]
+    flags |= {"temperature": "auto", "verify": photos}
+    value = export.export(checkpoint, tmp_path / "tempered", **flags)["temperature"]["value"]
     images = np.random.default_rng(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
     plain, tempered = (
         inference.open_onnx(tmp_path / name / "model.onnx", "cpu", logits=True).outputs(images)[1]
