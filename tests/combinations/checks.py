@@ -10,7 +10,7 @@ imported once for all rows. The checks of a row:
    row has `--run-scope train_only`.
 4. In every fourth row, `--benchmark` runs.
 5. The export of the checkpoint passes --verify (omitted for synthetic images). The checkpoint, the exported networks
-   and preprocess.py classify an image, and their classes and probabilities agree. exports.py rotates the flags of the
+   and preprocess.py classify images, and their classes and probabilities agree. exports.py rotates the flags of the
    commands over the rows; a flag that conflicts with the row is an error.
 With --budget-minutes, two runs may choose different numbers of epochs. Therefore, in a row with this flag, only the run
 that is stopped and resumed has the flag. This run comes first, and the reference has --epochs and --warmup-epochs of
@@ -331,16 +331,17 @@ class Row:
                 raise Failed(f"evaluation: {key} is {actual[f'val.{key}']} instead of {recorded[key]}")
 
     def _export(self):
-        """Export the last checkpoint, and compare the predictions of the checkpoint and the export for an image."""
+        """Export the last checkpoint, and compare the predictions of the checkpoint and the export."""
         checkpoint, output = str(self._last("reference")), str(self.folder / "export")
         images = self.flags("x", only=["format"])
         root = images[images.index("--image-root") + 1] if "--image-root" in images else str(self.data / "folder")
         network = ["--model-arch-name", self.arch] if ":" in self.arch else []
         with self._part("export"):
             exports.write(checkpoint, output, self.values, self.number, root, images, network, self.device)
-        image, tta = str(self.data / "folder/val/class1/02.jpg"), AXES["tta"][self.values["tta"]]
+        pictures = [str(path) for path in sorted((self.data / "folder/val").glob("*/*.jpg"))[::3]]
+        tta = AXES["tta"][self.values["tta"]]
         with self._part("predict"):
-            exports.compare(checkpoint, output, image, self.number, tta, network, self.device, str(self.folder))
+            exports.compare(checkpoint, output, pictures, self.number, tta, network, self.device, str(self.folder))
 
 
 def without_times(value):

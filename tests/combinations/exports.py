@@ -29,7 +29,7 @@ EXPORTS = {
         ["--int8", "--int8-engine", "tensorrt"],
     ),
     "input": ([], ["--triton", "--safetensors"], ["--uint8", "--safetensors"], ["--uint8", "--triton"]),
-    "temperature": ([], ["--temperature", "auto"], []),
+    "temperature": ([], [], ["--temperature", "auto"]),
 }
 PREDICTIONS = ([], ["--heat-map", "{folder}/maps"], [], ["--features", "{folder}/features.npy"])
 # Maximum differences between the probabilities of the checkpoint and of its export. On a GPU, predict computes in
@@ -139,11 +139,12 @@ def check_onnx(output, groups):
             raise Failed(f"export {groups}: {name} is {actual.get(name)} in model.onnx, but {description.get(name)}")
 
 
-def compare(checkpoint, output, image, number, tta, network, device, folder):
-    """Predict an image with the checkpoint and with each exported network, and compare the probabilities.
+def compare(checkpoint, output, images, number, tta, network, device, folder):
+    """Predict images with the checkpoint and with each exported network, and compare the probabilities.
 
     Args:
-        checkpoint, output, image: paths.
+        checkpoint, output: folders.
+        images: paths.
         number: number of the row.
         tta, network: flags.
         device: "cpu" or "gpu".
@@ -152,111 +153,127 @@ def compare(checkpoint, output, image, number, tta, network, device, folder):
     output, on = Path(output), ["--device", device]
     description = json.loads((output / "model.json").read_text())
     flags = [flag.format(folder=folder) for flag in PREDICTIONS[turn(number) % len(PREDICTIONS)]]
-    expected = predicted(checkpoint, image, [*flags, *network, *on], folder)
+    expected = predicted(checkpoint, images, [*flags, *network, *on], folder)
     temperature = description.get("temperature", {"value": 1})["value"]
     if tta and temperature == 1:  # with a temperature, the average of two predictions would differ
-        averaged = predicted(checkpoint, image, [*tta, *network, *on], folder)
+        averaged = predicted(checkpoint, images, [*tta, *network, *on], folder)
     models = {output: description["precision"]}
     if description["precision"] == "float16" and device == "cpu":
         del models[output]
-        refuse(lambda: call(predict.main, [str(output), image, *on]), ("float16", "GPU"))
+        refuse(lambda: call(predict.main, [str(output), *images, *on]), ("float16", "GPU"))
     onnx = None
     if (output / "model.onnx").exists():
         onnx = inference.open_onnx(output / "model.onnx", "cpu")
         models[output / "model.onnx"] = onnx.precision
     for model, precision in models.items():
-        actual = predicted(model, image, on, folder)
+        actual = predicted(model, images, on, folder)
         if precision != "int8":
             tolerance = TOLERANCES["gpu" if device == "gpu" else precision]
             check_probabilities(model, actual, tempered(expected, temperature, actual), tolerance)
             if tta and temperature == 1:
-                check_probabilities(model, predicted(model, image, [*tta, *on], folder), averaged, tolerance)
-    check_script(output, image, onnx, onnx and actual)
+                check_probabilities(model, predicted(model, images, [*tta, *on], folder), averaged, tolerance)
+    check_script(output, images, onnx, onnx and actual)
 
 
-def predicted(model, image, flags, folder):
-    """Return {label: probability} of the classes that predict writes for an image: the five most probable ones or, for
-    a multi-label network, all classes. The text, the table and the files of `flags` must agree."""
+def predicted(model, images, flags, folder):
+    """Return {label: probability} for each image: the classes that predict writes, which are the five most probable
+    ones or, for a multi-label network, all classes. The text, the table and the files of `flags` must agree."""
     table = Path(folder) / "predicted.csv"
-    code, out, _ = call(predict.main, [str(model), image, "--json", "--csv", str(table), *flags])
+    code, out, _ = call(predict.main, [model, *images, "--json", "--csv", table, *flags])
     if code:
         raise Failed(f"prediction of {model} with {flags}: exit code {code}")
-    entry = json.loads(out.splitlines()[-1])
+    entries = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     with table.open(newline="") as file:
-        [cells] = csv.DictReader(file)
-    found = entry.get("top", entry.get("classes"))
-    if "top" in entry:
-        result = {each["label"]: each["probability"] for each in found}
-        written = [cells[f"{name}_{i}"] for i in range(1, len(found) + 1) for name in ("label", "class")]
-        if written != [str(each[name]) for each in found for name in ("label", "class")]:
-            raise Failed(f"prediction of {model}: {cells} in the table, but {found} in the text")
-    else:
-        names = [name.removeprefix("probability_") for name in cells if name.startswith("probability_")]
-        result = {label: float(cells[f"probability_{name}"]) for label, name in enumerate(names)}
-        if cells["prediction"] != "|".join(each["class"] for each in found):
-            raise Failed(f"prediction of {model}: {cells} in the table, but {found} in the text")
-        for each in found:
-            if abs(result[each["label"]] - each["probability"]) > 1e-6 or each["probability"] < each["threshold"]:
-                raise Failed(f"prediction of {model}: {cells} in the table, but {found} in the text")
-    if "--heat-map" in flags and found and not Path(entry["heat_map"]).stat().st_size:
-        raise Failed(f"heat map of {model}: empty")
+        rows = [*csv.DictReader(file)]
+    if not [entry["image"] for entry in entries] == [row["image"] for row in rows] == images:
+        raise Failed(f"prediction of {model} with {flags}: {entries} and {rows} instead of results for {images}")
+    if "--heat-map" in flags:
+        for entry in entries:
+            if entry.get("top", entry.get("classes")) and not Path(entry["heat_map"]).stat().st_size:
+                raise Failed(f"heat map of {model}: empty")
     if "--features" in flags:
         features = np.load(Path(folder) / "features.npy")
-        if len(features) != 1 or not np.isclose(np.linalg.norm(features), 1, atol=1e-5):
-            raise Failed(f"features of {model}: shape {features.shape}, norm {np.linalg.norm(features)}")
-    return result
+        if len(features) != len(images) or not np.allclose(np.linalg.norm(features, axis=1), 1, atol=1e-5):
+            raise Failed(f"features of {model}: shape {features.shape}, norms {np.linalg.norm(features, axis=1)}")
+    results = []
+    for entry, row in zip(entries, rows, strict=True):
+        if "top" in entry:
+            found = entry["top"]
+            results.append({each["label"]: each["probability"] for each in found})
+            written = [row[f"{name}_{i}"] for i in range(1, len(found) + 1) for name in ("label", "class")]
+            agrees = written == [str(each[name]) for each in found for name in ("label", "class")]
+        else:
+            found = entry["classes"]
+            probabilities = [float(p) for name, p in row.items() if name.startswith("probability_")]
+            results.append(dict(enumerate(probabilities)))
+            agrees = row["prediction"] == "|".join(each["class"] for each in found) and all(
+                abs(probabilities[each["label"]] - each["probability"]) < 1e-6 for each in found
+            )
+        if not agrees:
+            raise Failed(f"prediction of {model}: {row} in the table, but {entry} in the text")
+    return results
 
 
-def tempered(probabilities, temperature, actual):
-    """Return the probabilities {label: probability} of a network whose logits are divided by a temperature. The
-    probabilities of less probable classes are not known, so the sum is that of `actual`."""
+def tempered(images, temperature, actual):
+    """Return the probabilities {label: probability} of each image for a network whose logits are divided by a
+    temperature. The probabilities of less probable classes are not known, so the sum is that of `actual`."""
     if temperature == 1:
-        return probabilities
-    powers = {label: probabilities[label] ** (1 / temperature) for label in probabilities.keys() & actual.keys()}
-    factor = sum(actual[label] for label in powers) / sum(powers.values())
-    return {label: factor * power for label, power in powers.items()}
+        return images
+    results = []
+    for before, after in zip(images, actual, strict=True):
+        powers = {label: before[label] ** (1 / temperature) for label in before.keys() & after.keys()}
+        factor = sum(after[label] for label in powers) / sum(powers.values())
+        results.append({label: factor * power for label, power in powers.items()})
+    return results
 
 
 def check_probabilities(what, actual, expected, tolerance):
-    """Raise Failed if probabilities {label: probability} differ. A label that is not among the most probable ones has
-    at most the probability of the last one."""
-    ends = min(actual.values()), min(expected.values())
-    for label in actual.keys() | expected.keys():
-        one, other = actual.get(label, ends[0]), expected.get(label, ends[1])
-        if not abs(one - other) <= tolerance:
-            raise Failed(f"{what}: the probabilities are {actual} instead of {expected}")
+    """Raise Failed if the probabilities {label: probability} of an image differ. A label that is not among the most
+    probable ones has at most the probability of the last one."""
+    for one, other in zip(actual, expected, strict=True):
+        ends = min(one.values()), min(other.values())
+        differences = [abs(one.get(label, ends[0]) - other.get(label, ends[1])) for label in one.keys() | other.keys()]
+        if not max(differences) <= tolerance:
+            raise Failed(f"{what}: the probabilities are {one} instead of {other}")
 
 
-def check_script(output, image, model, expected):
+def check_script(output, images, model, expected):
     """Run preprocess.py of an export. With model.onnx, it must print the classes that predict would print for the same
     pixels, and about the probabilities of predict.
 
     Args:
-        output, image: paths.
+        output: folder.
+        images: paths.
         model: Model of model.onnx, or None.
         expected: result of predicted() for model.onnx, or None.
     """
     script = runpy.run_path(str(output / "preprocess.py"))
-    code, out, _ = call(script["main"], [image])
+    code, out, _ = call(script["main"], images)
     description = preprocessing.read_model(output / "model.json")
-    pixels = script["model_input"](image, description)
-    first, *lines = out.splitlines()
-    if code or not first.startswith(f"{image}: {description['input']['dtype']} {[*pixels.shape]}, from "):
-        raise Failed(f"preprocess.py: exit code {code}, {first}")
-    found = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
-    if model is None:
-        if found:
-            raise Failed(f"preprocess.py prints {found}, although there is no model.onnx")
-        return
-    [shown] = model.predicted_classes(model.run(pixels))
-    names = [each["class"] for each in shown]
-    difference = max((abs(float(p) - e["probability"]) for (p, _), e in zip(found, shown, strict=False)), default=0)
-    if [name for _, name in found] != names or difference > 1e-5:
-        raise Failed(f"preprocess.py prints {found} instead of {shown}")
-    about = {each["label"]: each["probability"] for each in shown}
-    for label in about.keys() & expected.keys():
-        if abs(about[label] - expected[label]) > PIXELS_TOLERANCE:
-            raise Failed(f"preprocess.py prints {found}, but predict {expected}")
+    found = {}  # {first line of an image: [[probability, name]]}
+    for line in out.splitlines():
+        if line.startswith("  "):
+            found[[*found][-1]].append(line.split(maxsplit=1))
+        elif not line.startswith("recorded "):
+            found[line] = []
+    if code or len(found) != len(images):
+        raise Failed(f"preprocess.py: exit code {code}, output {out}")
+    for i, (image, (line, printed)) in enumerate(zip(images, found.items(), strict=True)):
+        pixels = script["model_input"](image, description)
+        [shown] = model.predicted_classes(model.run(pixels)) if model else [[]]
+        difference = max(
+            (abs(float(p) - e["probability"]) for (p, _), e in zip(printed, shown, strict=False)), default=0
+        )
+        if (
+            not line.startswith(f"{image}: {description['input']['dtype']} {[*pixels.shape]}, from ")
+            or [name for _, name in printed] != [each["class"] for each in shown]
+            or difference > 1e-5
+        ):
+            raise Failed(f"preprocess.py: {line} {printed} instead of {shown}")
+        for each in shown:
+            p = expected[i].get(each["label"], each["probability"])
+            if abs(each["probability"] - p) > PIXELS_TOLERANCE:
+                raise Failed(f"preprocess.py: {line} {printed}, but predict: {expected[i]}")
 
 
 def call(main, arguments) -> tuple[int, str, str]:
