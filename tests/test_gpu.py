@@ -470,7 +470,7 @@ def test_mish_and_self_attention_are_captured_in_every_precision(run_train, dete
 def test_affine_layers_are_captured_in_every_precision(run_train, deterministic, register, capsys, flags, frozen):
     """Gradients pass through the layers of the frozen block."""
     register("Tiny", partial(PPHGNetV2, stages=((8, 16, 1, False, False, 3), (8, 64, 2, True, True, 5))))
-    flags = ["--epochs", "3", "--print-interval", "1", *flags, "--kernels", "native", *frozen]
+    flags = ["--epochs", "3", "--lr", "0.01", "--print-interval", "1", *flags, "--kernels", "native", *frozen]
     assert_captured_losses_are_equal(run_train, capsys, *flags)
 
 

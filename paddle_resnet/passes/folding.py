@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 
 import paddle
+import paddle.nn.functional as F
 from paddle import static
 
 from paddle_resnet.graph import block as block_of
@@ -72,7 +73,8 @@ def fuse_convolutions(
 ) -> tuple[int, Callable[[], None]]:
     """Replace each convolution, its BN, its residual addition (if any) and its ReLU with one fused operator of Paddle,
     in place. The fused operator reads and writes each activation only once, and its filters are already in cuDNN's
-    layout.
+    layout. If a convolution pads opposite sides of its images differently, its filters are extended by zeros, so that
+    the padding becomes symmetric: for asymmetric padding, Paddle copies the images to a larger tensor.
 
     A convolution is not fused if it has groups, if _convolution does not return it, or if no ReLU follows it; without
     ReLU, fusing it is slower (benchmarks/log/kernels_h200.md).
@@ -91,13 +93,17 @@ def fuse_convolutions(
         tail, conv = fusion.find_tail(graph, bn), _convolution(graph, bn)
         if conv is None or tail.activation != "relu" or conv.attr("groups") != 1:
             continue
-        folded, shift = _folded(graph, fold_prog, bn, conv, NHWC)
+        margins = _margins(graph, conv)
+        folded, shift = _folded(graph, fold_prog, bn, conv, NHWC, margins)
         inputs = {"Input": block.var(conv.input("Input")[0]), "Filter": folded, "Bias": shift}
         if tail.addend is not None:
             inputs["ResidualData"] = tail.addend
         names = "strides", "paddings", "padding_algorithm", "dilations", "groups", "data_format"
         attrs = {name: conv.attr(name) for name in names} | {"activation": "relu", "split_channels": []}
         attrs |= {"exhaustive_search": False, "workspace_size_MB": 512, "fuse_alpha": 0.0}
+        if margins is not None:
+            attrs |= {"paddings": [max(sides) for sides in fusion.padding(graph, conv)]}
+            attrs |= {"padding_algorithm": "EXPLICIT"}
         ops = [conv, bn, *tail.ops]
         graph.replace(ops, ops[-1], "fused_conv2d_add_act", inputs, {"Output": block.var(tail.out)}, attrs)
         count += 1
@@ -222,27 +228,43 @@ def _filters(graph, conv):
     return graph.block.var(cast.input("X")[0] if cast is not None and cast.type == "cast" else name)
 
 
-def _folded(graph, fold_prog, bn, conv, order=(0, 1, 2, 3)):
-    """Create and return variables for the folded filters, whose axes are transposed to `order`, and for the shift.
-    Append the operators that compute them to `fold_prog`."""
-    block = graph.block
+def _margins(graph, conv):
+    """Return the rows and columns of zeros by which the filters of a convolution must be extended so that the padding
+    of its images becomes symmetric, as ((top, bottom), (left, right)). Return None if the padding is symmetric or
+    unknown, or if the filters are dilated."""
+    x = graph.variables(conv, "Input")["Input"]
+    if min(x.shape[1:3]) < 0 or conv.attr("dilations") != [1, 1]:
+        return None
+    padding = fusion.padding(graph, conv)
+    margins = tuple((max(sides) - sides[0], max(sides) - sides[1]) for sides in padding)
+    return margins if any(map(any, margins)) else None
+
+
+def _folded(graph, fold_prog, bn, conv, order=(0, 1, 2, 3), margins=None):
+    """Create and return variables for the folded filters, which are extended by `margins` (see _margins) and whose axes
+    are transposed to `order`, and for the shift. Append the operators that compute them to `fold_prog`."""
+    block, margins = graph.block, margins or ((0, 0), (0, 0))
     filters, out = _filters(graph, conv), graph.variables(conv, "Output")["Output"]
     name = f"{filters.name}.{bn.input('Mean')[0]}"  # convolutions that share filters can precede different BN layers
-    folded = _persistable(block, f"{name}.folded", [filters.shape[axis] for axis in order], out.dtype)
+    shape = [*filters.shape[:2], *(n + sum(margin) for n, margin in zip(filters.shape[2:], margins, strict=True))]
+    folded = _persistable(block, f"{name}.folded", [shape[axis] for axis in order], out.dtype)
     shift = _persistable(block, f"{name}.shift", [filters.shape[0]], out.dtype)
     with static.program_guard(fold_prog):
-        _compute(block_of(fold_prog), block, bn, filters, folded, shift, order)
+        _compute(block_of(fold_prog), block, bn, filters, folded, shift, order, margins)
     return folded, shift
 
 
-def _compute(fold_block, block, bn, filters, folded, shift, order=(0, 1, 2, 3)):
-    """Append operators that compute the shift and the folded filters, whose axes are transposed to `order`."""
+def _compute(fold_block, block, bn, filters, folded, shift, order, margins):
+    """Append operators that compute the shift and the folded filters, for _folded."""
     scale, bias, mean, variance, filters = (
         _persistable(fold_block, variable.name, variable.shape, variable.dtype)
         for variable in (*(block.var(bn.input(name)[0]) for name in ("Scale", "Bias", "Mean", "Variance")), filters)
     )
     factor = scale / compat.sqrt(variance + bn.attr("epsilon"))
     product = filters.astype("float32") * paddle.reshape(factor, [-1, 1, 1, 1])
+    rows, columns = margins
+    if any(rows + columns):
+        product = F.pad(product, [*columns, *rows])
     if list(order) != [0, 1, 2, 3]:
         product = paddle.transpose(product, list(order))
     for value, target in ((product, folded), (bias - mean * factor, shift)):

@@ -29,9 +29,8 @@ from paddle_resnet.utils.errors import RunError, UsageError, core
 STEPS_BEFORE = 2
 # The Executor requires FLAGS_sync_nccl_allreduce to be false if FLAGS_new_executor_use_cuda_graph is true.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
-# Paddle's operators that have been tested in CUDA graphs. All custom operators (native_...) except those in UNTESTED
-# have also been tested. If a program contains other operators, its first captured step is compared with an uncaptured
-# step.
+# Paddle's operators that have been tested in CUDA graphs. All custom operators (native_...) have also been tested. If a
+# program contains other operators, its first captured step is compared with an uncaptured step.
 TESTED = {
     *("assign", "cast", "fill_constant", "scale", "reciprocal"),
     *("conv2d", "conv2d_grad", "pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
@@ -43,7 +42,6 @@ TESTED = {
     "stright_throuth_estimator_grad",  # Paddle's spelling
     *(compat.ALL_REDUCE, "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
 }
-UNTESTED = {"native_affine", "native_affine_backward"}
 # RANDOM contains operators that draw random numbers but have no attribute `seed`. ON_HOST contains operators that
 # access host memory.
 RANDOM = {
@@ -86,7 +84,7 @@ def untested_operators(program: static.Program, is_wanted: bool, is_explicit: bo
         logger.info(f"--cuda-graph false: {problem}")
         return None
     types = {op.type for op in ops}
-    untested = sorted(name for name in types - TESTED if not name.startswith("native_") or name in UNTESTED)
+    untested = sorted(name for name in types - TESTED if not name.startswith("native_"))
     if untested:
         logger.info(
             f"--cuda-graph true: operators untested in CUDA graphs ({', '.join(untested)}); the first captured step "

@@ -180,6 +180,9 @@ UNUSUAL = {
     "filters shared by two BN layers": (lambda x: twice(conv(), x), 0, 0),
     "groups": (lambda x: bn()(conv(groups=2)(x)), 0, 1),
     "depthwise convolution": (lambda x: bn()(conv(groups=8)(x)), 0, 1),
+    "asymmetric SAME": (lambda x: bn()(conv(3, stride=2, padding="SAME")(x)), 0, 0),
+    "asymmetric": (lambda x: bn()(conv([2, 3], stride=[2, 1], padding=[0, 1, 3, 0])(x)), 0, 0),
+    "asymmetric with dilations": (lambda x: bn()(conv(2, padding=[0, 2, 2, 0], dilation=2)(x)), 0, 0),
 }
 
 
@@ -218,6 +221,11 @@ def test_unusual_networks_have_same_results(request, case, fold):
         assert fold is folding.fuse_convolutions or ("cast" in types) == (
             case == "filters with another reader after a cast"
         )
+        if fold is folding.fuse_convolutions:
+            index = fusion.Graph(main)
+            paddings = [fusion.padding(index, op) for op in index.block.ops if op.type == "conv2d"]
+            asymmetric = any(begin != end for padding in paddings for begin, end in padding)
+            assert asymmetric == (case == "asymmetric with dilations")
         np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
 
 
