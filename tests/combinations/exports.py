@@ -29,7 +29,7 @@ EXPORTS = {
         ["--int8", "--int8-engine", "tensorrt"],
     ),
     "input": ([], ["--triton", "--safetensors"], ["--uint8", "--safetensors"], ["--uint8", "--triton"]),
-    "temperature": ([], [], ["--temperature", "auto"]),
+    "temperature": (["--temperature", "auto"], [], []),
 }
 PREDICTIONS = ([], ["--heat-map", "{folder}/maps"], [], ["--features", "{folder}/features.npy"])
 # Maximum differences between the probabilities of the checkpoint and of its export. On a GPU, predict computes in
