@@ -1,7 +1,7 @@
 """Exports and predictions of the combination tests: forms of the commands, and checks of their results.
 
-A row has one value of each axis in EXPORTS and one of the PREDICTIONS. The values rotate from row to row. The numbers
-of values of the axes in EXPORTS are 5, 4 and 3, so all their combinations occur in 60 consecutive rows.
+A row has one value of each axis in EXPORTS and one of the PREDICTIONS. The values rotate from row to row. The axes in
+EXPORTS have 5, 4 and 3 values, so that all their combinations occur.
 """
 
 import contextlib
