@@ -273,17 +273,20 @@ def _complete(options, entry, checkpoint):
     if reading.kind(path) != "training" or not _is_of_run(path, checkpoint, Path(checkpoint.folder).parent):
         return False
     try:
-        has_summary = bool(reading.read(path).summary)
+        report = reading.read(path)
     except UsageError as e:
         logger.warn(str(e))
         return False
-    if not has_summary:
+    if not report.summary:
         logger.setup(path)
         logger.begin(entry, append=True)
         last = {"epoch": meta["epoch"]} | ({} if meta["step"] is None else {"step": meta["step"]})
-        data = _summary(meta["trained"], meta["evaluated"], meta["best"], last)
-        logger.log((), data | _teacher(meta.get("teacher") or {}))
-    return options.report_html is not None and not (has_summary and os.path.exists(options.report_html))
+        # The checkpoint of a run that ended inside an epoch has no training metrics, but the report has them.
+        logged = report.epochs.get(meta["epoch"], {}).items()
+        trained = {name.removeprefix("train."): value for name, value in logged if name.startswith("train.")}
+        data = _summary(trained, meta["evaluated"], meta["best"], last)
+        logger.log((), data | _sparsity(meta.get("asp", {})) | _teacher(meta.get("teacher", {})))
+    return options.report_html is not None and not (report.summary and os.path.exists(options.report_html))
 
 
 def advise_on_loader(options: Options, epoch: int, trained: dict[str, Any]) -> bool:
@@ -440,7 +443,7 @@ def summarize(
     if options.asp:
         from paddle_resnet.components import sparsity
 
-        data |= sparsity.counts(program)
+        data |= _sparsity(sparsity.counts(program))
     if options.teacher is not None:
         from paddle_resnet.step import facts
 
@@ -486,6 +489,11 @@ def _teacher(record):
     """Return the entries of the summary for the teacher of --teacher. `record` is the entry "teacher" of meta.json, or
     an empty dict."""
     return {f"teacher.{name}": record[name] for name in ("arch", "sha256", "top1", "map") if name in record}
+
+
+def _sparsity(counts):
+    """Return the entries of the summary for --asp. `counts` is the result of sparsity.counts, or empty."""
+    return {f"asp.{name}": count for name, count in counts.items()}
 
 
 def _without(argv, flags):

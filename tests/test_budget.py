@@ -191,7 +191,6 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
     assert run_folders.newest(tmp_path / "output/Tiny").name == str(epochs - 1)
 
 
-@pytest.mark.slow
 def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
     """The measurement must not change variables, random numbers, image order or learning rate."""
     flags = ["--ema", "0.9", "--dropout", "0.3", "--mixup", "0.2", "--accumulate-steps", "2"]

@@ -63,14 +63,13 @@ def test_num_iter_of_full_epochs_matches_epochs(run_train, tmp_path):
     assert folders_of(tmp_path, "b") == ["1", "best", "latest"]
 
 
-STOPS = [({"train_step": 3}, "paddle"), ({"eval_step": 1}, "paddle")]
+STOPS = [({"train_step": 3}, "paddle"), pytest.param({"eval_step": 1}, "paddle", marks=pytest.mark.slow)]
 STOPS += [
     pytest.param(stop, "native", marks=pytest.mark.soak)
     for stop in ({"train_step": 1}, {"train_step": 4}, {"eval_step": 0})
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "kernels"), STOPS, ids=str)
 def test_losses_after_stop_match_uninterrupted_run(run_train, once, stop_before, tmp_path, stop, kernels):
     flags = [*SEVEN, *NHWC, "--kernels", kernels, "--lr-scheduler", "Poly", "--warmup-epochs", "2"]

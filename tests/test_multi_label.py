@@ -103,15 +103,23 @@ def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags
     assert not (tmp_path / "report.confusion.csv").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [*RECIPES.values()][1:], ids=[*RECIPES][1:])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(v, marks=[pytest.mark.slow] * (k != "all"), id=k) for k, v in RECIPES.items() if k != "default"],
+)
 def test_resumed_run_is_bit_identical(run_train, losses_with_a_stop, data, tmp_path, flags):
-    flags = [*FLAGS, *flags, "--epochs", "2"]
+    """The run resumes from an evaluated checkpoint, whose thresholds later evaluations do not use."""
+    flags = [*FLAGS, *flags, "--epochs", "2", "--save-interval-steps", "3", "--keep-checkpoints", "9"]
     code, report = run_train(*flags, image_root=data)
     assert code == 0
-    assert losses_with_a_stop(6, *flags, "--resume", image_root=data) == losses(report)
-    metas = [json.loads((tmp_path / f"{name}/Tiny/1/meta.json").read_text()) for name in ("output", "stopped")]
-    assert metas[0]["thresholds"] == metas[1]["thresholds"]
+    assert losses_with_a_stop(4, *flags, "--resume", image_root=data) == losses(report)
+
+    def thresholds(name):
+        return json.loads((tmp_path / name / "meta.json").read_text()).get("thresholds")
+
+    assert thresholds("output/Tiny/1") == thresholds("stopped/Tiny/1") != thresholds("stopped/Tiny/0")
+    # The thresholds of epoch 0 belong to other weights.
+    assert (tmp_path / "output/Tiny/1_3").exists() and thresholds("output/Tiny/1_3") is None
 
 
 def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
@@ -139,7 +147,6 @@ def test_image_without_a_predicted_class_needs_no_heat_map(trained, data, tmp_pa
     assert capsys.readouterr().out == f"{path}: none of the classes\n"
 
 
-@pytest.mark.slow
 def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     flags = ["--report-html", tmp_path / "page.html", "--lr", "1e-6"]
     (tmp_path / "report.confusion.csv").write_text("label,predicted,images,class,predicted_class\n0,1,9,old,old\n")

@@ -99,7 +99,6 @@ def table(path):
     )
 
 
-@pytest.mark.slow
 def test_training_evaluation_prediction_and_export(run_train, roots, tmp_path, capsys):
     root = roots / "plain"
     flags = ["--lr", "0.2", "--tta", "flip", "--predictions", tmp_path / "trained.csv"]

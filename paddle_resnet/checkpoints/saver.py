@@ -27,7 +27,7 @@ import numpy as np
 import paddle
 
 from paddle_resnet.checkpoints import contents, folders, replicas, run_folders, run_lock, variables
-from paddle_resnet.components import task
+from paddle_resnet.components import sparsity, task
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import ends
@@ -330,6 +330,8 @@ class Saver:
         }
         if (teacher := facts.of(self._program).teacher) is not None:
             meta["teacher"] = teacher.record()
+        if self._args.asp:
+            meta["asp"] = sparsity.counts(self._program)
         meta |= self._task.meta(None) if evaluated is None else self._of_evaluation
         name = _name(epoch, step)
         self.folder = self._root / name

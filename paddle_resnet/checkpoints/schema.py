@@ -45,6 +45,8 @@ def problem(meta: dict[str, Any]) -> str | None:
             return f"{name} lacks {min(missing)}"
     if "teacher" in meta and not _is_teacher(meta["teacher"]):
         return f"teacher is {reprlib.repr(meta['teacher'])[:100]}"
+    if "asp" in meta and not is_table(meta["asp"], sparse_layers=is_count, dense_layers=is_count):
+        return f"asp is {reprlib.repr(meta['asp'])[:100]}"
     if "cpu" in meta and not is_table(meta["cpu"], threads=is_count, instructions=is_text):
         return f"cpu is {reprlib.repr(meta['cpu'])[:100]}"
     return None

@@ -266,9 +266,9 @@ def layers(main_prog: "static.Program") -> tuple[list, list, list]:
 
 
 def counts(main_prog: "static.Program") -> dict[str, int]:
-    """Return {"asp.sparse_layers", "asp.dense_layers": number} for the summary of a run with --asp."""
+    """Return {"sparse_layers", "dense_layers": number} of a training program with --asp."""
     sparse, narrow, excluded = layers(main_prog)
-    return {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + len(excluded)}
+    return {"sparse_layers": len(sparse), "dense_layers": len(narrow) + len(excluded)}
 
 
 def describe(main_prog: "static.Program") -> str:

@@ -360,6 +360,7 @@ IMPOSSIBLE = {
     "classes": [None, "ab", {}, [1], [None], [["a"]]],
     "class_names": [None, "ab", {}, [1], [None], [["a"]]],
     "cpu": [None, [], {"threads": 1}, {"threads": "1", "instructions": ""}, {"threads": 1, "instructions": []}],
+    "asp": [None, [], {"sparse_layers": 1}, {"sparse_layers": -1, "dense_layers": 0}],
     "arguments": [None, [], "lr"],
     "trained": [[], {}, 1, {"loss": 1.5}, RESULT | {"top1": "high"}, RESULT | {"top1": -1}, RESULT | {"steps": []}],
     "evaluated": [[], {}, RESULT | {"top1": 1.5}, RESULT | {"top1": float("nan")}, RESULT | {"top5": None}],
@@ -478,7 +479,7 @@ def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
         limit = " of 3" if (field, value) == ("step", 4) else ""
         assert str(error.value) == f"meta.json is damaged: {field} is {reprlib.repr(value)[:100]}{limit}"
     craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
-    if field in ("class_names", "cpu", "evaluations_since_best"):  # older checkpoints do not contain these fields
+    if field in ("asp", "class_names", "cpu", "evaluations_since_best"):  # not in all checkpoints
         assert field not in contents.read_meta(tmp_path / "4")
         return
     with pytest.raises(contents.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):

@@ -57,8 +57,9 @@ def test_resume_rejects_default_network_next_to_other_run(checkpoint, run_bare, 
     assert run_bare("--resume", "--model-arch-name", "Tiny")[0] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--from-checkpoint", "--from-pretrained-params"])
+@pytest.mark.parametrize(
+    "flag", ["--from-checkpoint", pytest.param("--from-pretrained-params", marks=pytest.mark.slow)]
+)
 def test_evaluation_inherits_flags_of_training_run(run_bare, preprocessed, capsys, flag):
     folder = preprocessed
     capsys.readouterr()

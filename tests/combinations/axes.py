@@ -134,7 +134,7 @@ AXES = {
     "drop path": {"off": [], "on": ["--drop-path", "0.4"]},
     "BN momentum": {"network": [], "own": ["--bn-momentum", "0.7"]},
     "ema": {"off": [], "on": ["--ema", "0.8"]},
-    "lookahead": {"off": [], "on": ["--lookahead", "2,0.5"]},
+    "lookahead": {"off": [], "on": ["--lookahead", "3,0.5"]},
     "weight decay": {"default": [], "none": ["--weight-decay", "0"], "more": ["--weight-decay", "0.01"]},
     "BN weight decay": {"off": [], "on": ["--bn-weight-decay"]},
     "sparsity": {

@@ -68,6 +68,10 @@ AGREEMENT_STEPS = 6  # maximum number of steps after a signal until all processe
 BUDGET_EPOCHS = 4  # number of epochs that --budget-minutes chooses in these tests
 TRAINING_OUTPUTS = ("tensorboard", "trace", "report")  # axes that the benchmark and the evaluation of a row omit
 TIMES = re.compile(r"steps|ips|time|latency|memory|energy|power|_s$|start|utilization")
+OF_A_RUN = {"run", "sequence", "arguments", "checksum", "files"}  # keys of meta.json that differ between equal runs
+# Formats of the same images, with the same classes, in the same order
+SAME_IMAGES = ["folder", "named folder", "filelist", "filelist outside", "filelist from 1", "recordio", "tfrecord"]
+SAME_IMAGES += ["tfrecord from 1", "lmdb", "webdataset", "parquet"]
 FILES = {
     "network.py": (ROOT / "docs/networks.md").read_text().split("\n```python\n")[2].partition("```")[0],
 }
@@ -134,6 +138,8 @@ class Row:
             self._succeed("run", self.train("reference", *length, start=start, without=["length"]))
         self._compare(stops)
         self._evaluate()
+        if processes.world_size() == 1 and not self.is_short:
+            self._complete(start)
         if self.number % (7 if self.is_short else 4) == 0:
             flags = ["--benchmark", "--benchmark-steps", 2, "--benchmark-warmup-steps", 1]
             without = [*TRAINING_OUTPUTS, "page", "predictions", "tta"]
@@ -268,13 +274,15 @@ class Row:
     def _meta(self, name):
         return json.loads((self._last(name) / "meta.json").read_text())
 
+    def _report_file(self, name, file=None):
+        folder = self.folder / name
+        is_own = self.values["report"] == "own" and not file
+        return folder / "own.json" if is_own else folder / self.name / (file or "report.json")
+
     def _report(self, name, file=None):
         """Return {(position, metric): value} for the metrics that do not depend on the speed of the machine."""
-        folder = self.folder / name
-        path = folder / "own.json" if self.values["report"] == "own" and not file else None
-        path = path or folder / self.name / (file or "report.json")
         result = {}
-        for line in path.read_text().splitlines():
+        for line in self._report_file(name, file).read_text().splitlines():
             entry = json.loads(line.removeprefix("DLLL "))
             if isinstance(entry["step"], list):
                 place = (*entry["step"], entry["data"].get("val.step", entry["data"].get("train.step")))
@@ -286,7 +294,7 @@ class Row:
         where = f"stopped before steps {stops}"
         expected, actual = map(self._report, ("reference", "stopped"))
         for key in expected.keys() | actual.keys():
-            if key[0][:1] and expected.get(key) != actual.get(key):
+            if key[1] != "teacher.folder" and expected.get(key) != actual.get(key):
                 raise Failed(f"{where}: {key} is {actual.get(key)} instead of {expected.get(key)}")
         expected, actual = map(self._last, ("reference", "stopped"))
         if expected.name != actual.name:
@@ -303,15 +311,20 @@ class Row:
                 if np.ravel(value).tobytes() != np.ravel(other[variable]).tobytes():
                     raise Failed(f"{where}: {variable} in {name} differs")
         one, other = map(self._meta, ("reference", "stopped"))
-        for key in ("best", "epoch", "step", "seeds", "lr_scheduler", "classes"):
-            if without_times(one[key]) != without_times(other[key]):
-                raise Failed(f"{where}: {key} in meta.json is {other[key]} instead of {one[key]}")
-        if self.values["predictions"] == "on":
-            one, other = ((self.folder / name / "predictions.csv").read_bytes() for name in ("reference", "stopped"))
-            if one != other:
-                raise Failed(f"{where}: predictions.csv differs")
+        for key in (one.keys() | other.keys()) - OF_A_RUN:
+            if without_times(one.get(key)) != without_times(other.get(key)):
+                raise Failed(f"{where}: {key} in meta.json is {other.get(key)} instead of {one.get(key)}")
+        one, other = map(self._tables, ("reference", "stopped"))
+        if one != other:
+            raise Failed(
+                f"{where}: tables differ: {sorted(n for n in one.keys() | other if one.get(n) != other.get(n))}"
+            )
         if self.values["page"] == "on" and not (self.folder / "stopped" / "report.html").stat().st_size:
             raise Failed("empty page")
+
+    def _tables(self, name):
+        """Return {file name: content} of the CSV files of a run."""
+        return {path.name: path.read_bytes() for path in (self.folder / name).rglob("*.csv")}
 
     def _evaluate(self):
         """Evaluate the last checkpoint, and compare the metrics with those of the last evaluation, if there was one."""
@@ -322,13 +335,37 @@ class Row:
         without = [*TRAINING_OUTPUTS, "start", "scope"]
         flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
         self._succeed("evaluation", self.train("evaluated", *flags, without=without))
-        recorded = self._meta("reference")["evaluated"]
         if not is_compared:
             return
-        actual = {key: value for (_, key), value in self._report("evaluated", "report.eval.json").items()}
-        for key in ("loss", "top1" if self.values["labels"] == "one" else "map", "images"):
-            if recorded[key] != actual[f"val.{key}"]:
-                raise Failed(f"evaluation: {key} is {actual[f'val.{key}']} instead of {recorded[key]}")
+        recorded = without_times(self._meta("reference")["evaluated"])
+        self._compare_evaluation("evaluated", recorded)
+        if self.values["format"] in SAME_IMAGES and not self.is_short:
+            others = [name for name in SAME_IMAGES if name != self.values["format"]]
+            other = others[self.number % len(others)]
+            replaced = [flag.format(data=self.data) for flag in AXES["format"][other]]
+            without = [*without, "format", "page", "predictions", "report"]
+            self._succeed(f"evaluation of {other}", self.train("other", *flags, *replaced, without=without))
+            self._compare_evaluation("other", recorded)
+
+    def _compare_evaluation(self, name, expected):
+        """Compare the metrics that the evaluation `name` reports with {metric: value}."""
+        actual = {key: value for (_, key), value in self._report(name, "report.eval.json").items()}
+        for key, value in expected.items():
+            if value != actual[f"val.{key}"]:
+                raise Failed(f"evaluation {name!r}: {key} is {actual[f'val.{key}']} instead of {value}")
+
+    def _complete(self, start):
+        """Remove the summary from the report of the stopped and resumed run, as if the run had been killed before it
+        wrote the summary. With --resume, the run must write the same summary."""
+        expected = self._report("stopped")
+        path = self._report_file("stopped")
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:-1]))
+        self._succeed("completed run", self.train("stopped", "--resume", start=start))
+        if (actual := self._report("stopped")) != expected:
+            differing = {key for key in expected.keys() | actual.keys() if expected.get(key) != actual.get(key)}
+            values = {key: (expected.get(key), actual.get(key)) for key in differing}
+            raise Failed(f"run without a summary: --resume changed {values}")
 
     def _export(self):
         """Export the last checkpoint, and compare the predictions of the checkpoint and the export."""

@@ -122,7 +122,7 @@ def test_dense_layers_are_listed(parse, capfd):
     assert [p.name for p in excluded] == ["linear_0.w_0"]
     assert all((variable(p.name) != 0).all() for p in narrow)
     assert all((variable(p.name) == 0).mean() == 0.5 for p in sparse)
-    assert sparsity.counts(main) == {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + 1}
+    assert sparsity.counts(main) == {"sparse_layers": len(sparse), "dense_layers": len(narrow) + 1}
     line = sparsity.describe(main)
     assert f"--asp: {len(sparse)} of {len(sparse) + len(narrow) + 1} layers are 2:4 sparse" in line
     sizes = [sum(variable(p.name).size for p in parameters) for parameters in (sparse, narrow, excluded)]

@@ -167,11 +167,11 @@ def test_divergence_of_large_logits_is_finite():
     np.testing.assert_allclose(several, [[250], [0]], atol=1e-4)
 
 
+IMAGES = [
+    *("--mixup", "0.4", "--cutmix", "1", "--class-weights", "balanced", "--drop-path", "0.2"),
+    *("--sizes", "24:0:8,32:1:6:0.5", "--freeze", "stem", "--unfreeze-at", "1", "--ema", "0.8"),
+]
 RUNS = {
-    "images and stages": [
-        *("--mixup", "0.4", "--cutmix", "1", "--class-weights", "balanced", "--drop-path", "0.2"),
-        *("--sizes", "24:0:8,32:1:6:0.5", "--freeze", "stem", "--unfreeze-at", "1", "--ema", "0.8"),
-    ],
     "updates": [
         *("--accumulate-steps", "2", "--clip-grad-norm", "1", "--batch-size", "4", "--lookahead", "2,0.5"),
         *("--asp", "--prune-model", "--qat"),
@@ -181,8 +181,13 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(IMAGES, id="images and stages"),
+        *(pytest.param(flags, marks=pytest.mark.slow, id=name) for name, flags in RUNS.items()),
+    ],
+)
 def test_resumed_run_is_bit_identical_and_teacher_is_not_saved(losses_with_a_resume, checkpoint, tmp_path, flags):
     flags = [*STUDENT, "--epochs", "2", "--teacher", checkpoint, *flags]
     newest = "1_2" if "--accumulate-steps" in flags else "1_1"  # the names count batches

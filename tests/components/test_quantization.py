@@ -224,11 +224,13 @@ def test_qat_resumes_bit_identically(one_block, checkpoint, losses_with_a_resume
             np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--mixup", "0.4", "--dropout", "0.2", "--drop-path", "0.2", "--asp", "--prune-model"],
+        pytest.param(
+            ["--mixup", "0.4", "--dropout", "0.2", "--drop-path", "0.2", "--asp", "--prune-model"],
+            marks=pytest.mark.slow,
+        ),
         ["--accumulate-steps", "2", "--sizes", "24:0,32:1", "--epochs", "2"],
     ],
     ids=["mixup and asp", "stages"],

@@ -147,7 +147,6 @@ def test_first_batch_and_configuration_are_written(board, run_train, tmp_path):
     assert list(configuration)[:3] == list(report[0]["data"])[:3]  # in the order of the report
 
 
-@pytest.mark.slow
 def test_resumed_run_has_each_step_once(board, run_train, stop_before, tmp_path, capsys):
     parts = tmp_path / "parts"
     flags = ["--epochs", "2", "--print-interval", "1", "--tensorboard-dir", parts, "--resume"]

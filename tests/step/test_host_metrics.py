@@ -115,7 +115,6 @@ def test_step_error_is_data_error_only_if_a_label_is_out_of_range(error):
         dispatch._fetch(fail, None, {"label": np.array([[0], [3]])})
 
 
-@pytest.mark.slow
 def test_logged_metrics_are_those_of_each_step(run_train):
     """The reference run uses Paddle's operators and fetches its metrics."""
     reports = {}
