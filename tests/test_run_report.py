@@ -210,7 +210,7 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
         command.format("the best epoch, 3,", 3),
     ]
     places = {"last.epoch": 5, "last.step": 7, "best.epoch": 3, "best.val.top1": 0.75, "val.top1": 0.5}
-    assert logged[1:] == [((), {"sparse": "program", **train, **places})]
+    assert logged[1:] == [((), {"asp.sparse": "program", **train, **places})]
     for more in ({"resume": True}, {"from_checkpoint": "o/1"}, {"from_pretrained_params": "o/1"}):
         assert lines(None, **more)[-1] == f"report: {tmp_path}/a.json"
     shard(rank=1)

@@ -53,6 +53,7 @@ from paddle_resnet.data import decoding
 from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
 from run import PARTS
+from conflicts import ONE_LABEL
 from axes import AXES, GPU_AXES, GPU_FLAGS, PIR_FLAGS, gpu_values, has_pir
 from paddle_resnet import budget, models
 from paddle_resnet.job import exchange, processes
@@ -340,7 +341,8 @@ class Row:
         recorded = without_times(self._meta("reference")["evaluated"])
         self._compare_evaluation("evaluated", recorded)
         if self.values["format"] in SAME_IMAGES and not self.is_short:
-            others = [name for name in SAME_IMAGES if name != self.values["format"]]
+            excluded = {self.values["format"], *(() if self.values["labels"] == "one" else ONE_LABEL)}
+            others = [name for name in SAME_IMAGES if name not in excluded]
             other = others[self.number % len(others)]
             replaced = [flag.format(data=self.data) for flag in AXES["format"][other]]
             without = [*without, "format", "page", "predictions", "report"]
