@@ -189,10 +189,13 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypa
     ]
 
 
-def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted, tmp_path):
-    scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--report-html", tmp_path / "p.html"]
+def test_thumbnails_and_heat_maps_are_those_of_images_in_record_files(run_train, checkpoint, converted, tmp_path):
+    scope = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--report-html", tmp_path / "p.html"]
     assert run_train(*scope, image_root=converted["webdataset"])[0] == 0
-    assert Reader((tmp_path / "p.html").read_text()).addresses
+    text = (tmp_path / "p.html").read_text()
+    alternatives = re.findall(r'<img src="data:image/jpeg;base64,[^"]+" alt="([^"]+)"', text)
+    names = [name for name in alternatives if not name.startswith("heat map of ")]
+    assert names and sorted(alternatives) == sorted([*names, *(f"heat map of {name}" for name in names)])
 
 
 def test_images_are_listed_in_the_format_of_the_run(photos, converted, tmp_path):

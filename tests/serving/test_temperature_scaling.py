@@ -12,6 +12,7 @@ from paddle_resnet.checkpoints import conversion, foreign_files
 from paddle_resnet.serving import (
     image_files,
     inference,
+    int8_onnx,
     networks,
 )
 from paddle_resnet.utils import confidence
@@ -70,13 +71,17 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     assert f"divided by the temperature {fitted['value']:.6g}" in card
 
 
-def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys):
-    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", "--tta", "flip")
-    flags = {"temperature": "auto", "verify": photos, "uint8": True, "safetensors": True}
-    description = export.export(checkpoint, tmp_path / "exported", **flags)
+@pytest.mark.parametrize("flags", [["--tta", "flip"], ["--qat"]], ids=lambda flags: flags[0])
+def test_recorded_evaluation_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys, flags):
+    """With these flags, a program other than that of the export repeats the evaluation."""
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", *flags)
+    has_tensors = "--qat" not in flags
+    options = {"temperature": "auto", "verify": photos, "uint8": True, "safetensors": has_tensors}
+    description = export.export(checkpoint, tmp_path / "exported", **options)
     assert description["input"]["dtype"] == "uint8" and description["temperature"]["value"] != 1
     assert capsys.readouterr().out.rstrip().endswith("confirmed")
-    check_tensors(tmp_path / "exported/model.safetensors", checkpoint, description["temperature"]["value"])
+    if has_tensors:
+        check_tensors(tmp_path / "exported/model.safetensors", checkpoint, description["temperature"]["value"])
 
 
 def check_tensors(path, checkpoint, temperature):
@@ -87,18 +92,20 @@ def check_tensors(path, checkpoint, temperature):
         np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
 
 
-def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
+def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path, monkeypatch):
     """The images are those of file lists outside the folder of the lists, so each reader needs --allow-outside."""
     pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(int8_onnx, "SPEED_S", 0)
     root = tmp_path / "lists"
     root.mkdir()
     for split in ("train", "val"):
         paths = sorted((photos / split).glob("*/*.jpg"))
         (root / f"{split}.txt").write_text("".join(f"{path} {path.parent.name[-1]}\n" for path in paths))
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
-    flags = ["--int8", "--calibrate", str(root), "--verify", str(root), "--allow-outside"]
+    flags = ["--int8", "--calibrate", str(root), "--allow-outside"]
     assert export.main([str(checkpoint), str(tmp_path / "plain"), *flags]) == 0
-    assert export.main([str(checkpoint), str(tmp_path / "tempered"), "--temperature", "auto", *flags]) == 0
+    flags += ["--verify", str(root), "--temperature", "auto"]
+    assert export.main([str(checkpoint), str(tmp_path / "tempered"), *flags]) == 0
     value = json.loads((tmp_path / "tempered/model.json").read_text())["temperature"]["value"]
     images = np.random.default_rng(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
     plain, tempered = (
