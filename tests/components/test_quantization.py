@@ -12,7 +12,7 @@ from conftest import NHWC, assert_one_error, frozen, losses, phase
 from paddle_resnet import export, program
 from paddle_resnet.components import quantization
 from paddle_resnet.models import layers
-from paddle_resnet.serving import fixed_sizes, inference, int8_onnx, networks
+from paddle_resnet.serving import fixed_sizes, inference, networks
 
 THREE = ["--qat", "--epochs", "3", "--print-interval", "1"]
 
@@ -254,10 +254,9 @@ def test_features_are_those_of_the_quantized_network(trained):
     np.testing.assert_array_equal(probabilities, networks.load_checkpoint(checkpoint).model().run(images))
 
 
-def test_int8_export_keeps_the_8_bits_of_the_weights(trained, tmp_path, monkeypatch):
+def test_int8_export_keeps_the_8_bits_of_the_weights(trained, tmp_path):
     """Without --qat, weights for onnxruntime have 7 bits. The zero points are those of the engine."""
     onnx = pytest.importorskip("onnx")
-    monkeypatch.setattr(int8_onnx, "SPEED_S", 0)
     checkpoint, _ = trained("--run-scope", "train_only")
     zero_points = {"onnxruntime": {("uint8", 0), ("uint8", 128)}, "tensorrt": {("int8", 0)}}
     for engine, expected in zero_points.items():

@@ -106,18 +106,22 @@ def test_listed_images_are_in_order_of_evaluation(roots, kind):
     assert len(names) == COUNTS["val"] - 2 * (kind == "folders")
 
 
-@pytest.mark.parametrize("kind", ["csv", "folders", "vector"])
-def test_digest_depends_on_images_labels_and_classes(roots, monkeypatch, kind):
+def test_digest_depends_on_images_labels_and_classes(tmp_path):
     """A resumed run compares the digests, for example after labels were corrected."""
-    root = DataRoot(roots[kind], is_multi_label=True)
-    found = label_sets.read_labels(root, Mode.TRAIN)
-    fields = ("numbers", "classes", *(["names"] if found.records is None else []))
-    changed = [found, *(found._replace(**{name: getattr(found, name)[::-1]}) for name in fields)]
-    digests = [root.open(Mode.TRAIN, None, seed=1).digest]
-    for each in changed:
-        monkeypatch.setattr(label_sets, "read_labels", lambda *_, each=each: each)
-        digests.append(root.open(Mode.TRAIN, None, seed=2).digest)
-    assert digests[0] == digests[1] and len(set(digests)) == len(changed)
+    path = multi_label_data.write(tmp_path / "csv") / "train.csv"
+    header, *rows = path.read_text().splitlines()
+    corrected = [f"{rows[0][:-1]}{1 - int(rows[0][-1])}", *rows[1:]]
+    digests = []
+    for lines in (
+        [header, *rows],
+        [header, *corrected],
+        [header, *rows[::-1]],
+        [f"{header}dish", *rows],
+        [header, *rows],
+    ):
+        path.write_text("\n".join(lines))
+        digests.append(DataRoot(path.parent, is_multi_label=True).open(Mode.TRAIN, None, seed=1).digest)
+    assert digests[0] == digests[-1] and len(set(digests)) == 4
 
 
 @pytest.mark.parametrize("kind", ["csv", "vector"])

@@ -12,7 +12,6 @@ from paddle_resnet.checkpoints import conversion, foreign_files
 from paddle_resnet.serving import (
     image_files,
     inference,
-    int8_onnx,
     networks,
 )
 from paddle_resnet.utils import confidence
@@ -92,10 +91,9 @@ def check_tensors(path, checkpoint, temperature):
         np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
 
 
-def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path, monkeypatch):
+def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
     """The images are those of file lists outside the folder of the lists, so each reader needs --allow-outside."""
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(int8_onnx, "SPEED_S", 0)
     root = tmp_path / "lists"
     root.mkdir()
     for split in ("train", "val"):
