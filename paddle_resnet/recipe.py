@@ -105,12 +105,14 @@ def _facts(options):
     if options.data_format == "synthetic":
         raise UsageError("--choose-recipe: requires images; remove --choose-recipe or --data-format synthetic")
     root = options.image_root
-    data = DataRoot(root, options.data_format, options.allow_outside, options.label_offset)
+    data = DataRoot(root, options.data_format, options.allow_outside, options.label_offset, options.skip_list)
     images = {
-        mode: len(data.listed(mode))
+        mode: len(data.kept(data.listed(mode)))
         for mode, is_needed in ((Mode.TRAIN, True), (Mode.EVAL, options.run_scope.evaluates))
         if is_needed
     }
+    if not images[Mode.TRAIN]:
+        data.open(Mode.TRAIN, None, 0)  # raises UsageError with a remedy that depends on the content of the folder
     if data.count_classes(Mode.TRAIN) == 1:
         raise UsageError(f"--image-root {root}: contains only one class; add images of other classes")
     has_gpu, output_dir = options.device == "gpu", options.output_dir

@@ -283,9 +283,9 @@ def _complete(options, entry, checkpoint):
         last = {"epoch": meta["epoch"]} | ({} if meta["step"] is None else {"step": meta["step"]})
         # The checkpoint of a run that ended inside an epoch has no training metrics, but the report has them.
         logged = report.epochs.get(meta["epoch"], {}).items()
-        trained = {name.removeprefix("train."): value for name, value in logged if name.startswith("train.")}
-        data = _summary(trained, meta["evaluated"], meta["best"], last)
-        logger.log((), data | _sparsity(meta.get("asp", {})) | _teacher(meta.get("teacher", {})))
+        logged = {name.removeprefix("train."): value for name, value in logged if name.startswith("train.")}
+        data = _summary(meta["trained"] or logged, meta["evaluated"], meta["best"], last)
+        logger.log((), data | _sparsity(meta.get("asp", {})) | _teacher(meta.get("teacher") or {}))
     return options.report_html is not None and not (report.summary and os.path.exists(options.report_html))
 
 

@@ -40,6 +40,7 @@ from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import fusion
+from paddle_resnet.serving import int8_onnx
 from paddle_resnet.step import build
 from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import cuda_graph
@@ -176,11 +177,12 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def fresh_paddle(monkeypatch):
-    """Prepare each test: enable static mode, create an empty scope, register tiny networks, and disable the
-    preallocation of decoder buffers for ImageNet's largest images."""
+    """Prepare each test: enable static mode, create an empty scope, register tiny networks, disable the preallocation
+    of decoder buffers for ImageNet's largest images, and let INT8 exports measure the speed of a few batches."""
     paddle.enable_static()
     monkeypatch.setattr(decoding, "PREALLOCATE_WIDTH", 0)
     monkeypatch.setattr(decoding, "PREALLOCATE_HEIGHT", 0)
+    monkeypatch.setattr(int8_onnx, "SPEED_S", 0)
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1), width=8))
     # In half precision, layers with 12 or 36 channels use the kernels for 8-byte vectors.
     monkeypatch.setitem(models.MODELS, "TinyMobile", partial(MobileNetV2, stages=((1, 12, 1, 1), (3, 24, 2, 2))))

@@ -28,7 +28,7 @@ from paddle_resnet.components import precision
 from paddle_resnet.models import loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.serving import networks, scores, verification, web
+from paddle_resnet.serving import calibration, inference, networks, preprocessing, scores, verification, web
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import label_metrics
 from paddle_resnet.utils.errors import RunError
@@ -366,13 +366,19 @@ def test_checkpoint_without_evaluation_has_threshold_one_half(train, data, tmp_p
 def test_web_page_shows_classes_above_threshold():
     description = {"arch": "Net", "output": {"shape": [None, 3]}, "epoch": 1, "multi_label": {"thresholds": [0.5] * 3}}
     description |= {"evaluated": {"map": 0.5, "map_micro": 0.5, "loss": 1.0}}
+    found = {"red.png": [{"label": 1, "class": "red"}], "none.png": []}
+    heat_map = {"heat_map": lambda upload, label: b"%d" % label}
     with ThreadPoolExecutor(1) as worker:
-        app = web.create_app(lambda upload: ([{"class": "red"}], None), worker, description, 10**6, 3)
+        app = web.create_app(lambda upload: (found[upload.name], None), worker, description, 10**6, 3, **heat_map)
         client = TestClient(app)
         page = client.get("/").text
         assert "mAP 50.0%" in page and "classes: top" in page
-        answer = client.post("/predict", files={"image": web.blank_image().content})
-    assert answer.json()["images"][0]["classes"] == [{"class": "red"}]
+        files = [("image", (name, web.blank_image().content)) for name in found]
+        answers = [client.post(f"/predict{query}", files=files).json()["images"] for query in ("", "?heat_map=1")]
+    expected = [{"image": name, "classes": classes} for name, classes in found.items()]
+    assert answers[0] == expected
+    drawn = [{"heat_map": "data:image/jpeg;base64,MQ=="}, {"heat_map": None}]  # b"1"
+    assert answers[1] == [entry | each for entry, each in zip(expected, drawn, strict=True)]
 
 
 def run_script(folder, image):
@@ -409,7 +415,7 @@ def test_export_computes_independent_probabilities(trained, data, tmp_path, caps
 def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder, _ = trained
-    assert export.main([str(folder), str(tmp_path / "e"), "--onnx", "--precision", "float16"]) == 0
+    assert export.main([str(folder), str(tmp_path / "e"), "--onnx", "--precision", "float16", "--uint8"]) == 0
     capsys.readouterr()
     image = str(data / "val/07.png")
     found = []
@@ -417,6 +423,11 @@ def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_pat
         assert predict.main([str(model), image, "--device", "cpu", "--csv", str(tmp_path / "p.csv")]) == 0
         found.append([float(rows(tmp_path / "p.csv")[0][f"probability_{name}"]) for name in CLASSES])
     np.testing.assert_allclose(*found, atol=5e-3)
+    # The network reads what model.json describes.
+    pixels = preprocessing.model_input(image, preprocessing.read_model(tmp_path / "e/model.json"))
+    assert pixels.dtype == np.uint8
+    [probabilities] = inference.open_onnx(tmp_path / "e/model.onnx", "cpu").run(pixels)
+    np.testing.assert_allclose(probabilities, found[0], atol=5e-3)
 
 
 def test_verify_compares_labels_losses_and_map(trained, data):
@@ -426,6 +437,13 @@ def test_verify_compares_labels_losses_and_map(trained, data):
     for changes in ({"correct": score["correct"] - 5}, {"map": score["map"] + 0.01}, {"loss": score["loss"] + 0.01}):
         with pytest.raises(RunError, match="disagree"):
             verification.check_agreement("engine", score | changes, "reference", score, "")
+
+
+def test_ranges_of_int8_come_from_the_images_of_the_table(trained, data):
+    network = networks.load_checkpoint(trained[0], fold=True)
+    sample = calibration.quantize(network, 7, data, 8)
+    assert sample == (8, COUNTS["train"], 0)  # images without a single label have no number of classes
+    assert sample.text(len(CLASSES)) == f"8 of {COUNTS['train']} training images"
 
 
 @pytest.mark.slow

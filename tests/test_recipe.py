@@ -295,7 +295,9 @@ def test_facts_follow_flags_of_the_data_set(tmp_path):
         (tmp_path / "data" / f"{split}.txt").write_text("".join(f"../{i}.jpg {i % 2}\n" for i in range(3)))
     for i in range(3):
         (tmp_path / f"{i}.jpg").touch()
-    for flags, images in (("filelist --allow-outside", 3), ("folder", 2)):
+    (tmp_path / "skip.txt").write_text("train/class1/a.jpg\n")
+    skip = f"folder --skip-list {tmp_path}/skip.txt"
+    for flags, images in (("filelist --allow-outside", 3), ("folder", 2), (skip, 1)):
         places = ["--image-root", str(tmp_path / "data"), "--output-dir", str(tmp_path)]
         flags = [*places, "--device", "cpu", "--data-format", *flags.split()]
         facts = recipe._facts(config.parse_args(flags))
@@ -336,6 +338,8 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
         ("root", ["not a folder"]),
         ("val", ["has no folder val/", "dataset split"]),
         ("classes", ["contains only one class"]),
+        ("images", ["train/ contains no images in class folders; add images"]),
+        ("all images", ["--skip-list leaves no train images; shorten the list"]),
     ],
 )
 def test_unusable_data_sets_are_errors(photos, run_bare, tmp_path, capsys, missing, parts):
@@ -348,7 +352,16 @@ def test_unusable_data_sets_are_errors(photos, run_bare, tmp_path, capsys, missi
         for split in ("train", "val"):
             (root / split).mkdir()
             (root / split / "class0").symlink_to(photos / split / "class0")
-    assert run_bare("--choose-recipe", "--model-arch-name", "Tiny", image_root=root)[0] == 2
+    if "images" in missing:
+        (root / "val").symlink_to(photos / "val")
+        names = [path.relative_to(photos) for path in photos.glob("train/*/*")]
+        (tmp_path / "skip.txt").write_text("".join(f"{name}\n" for name in names))
+    if missing == "images":
+        (root / "train").unlink()
+        for label in range(3):
+            (root / f"train/class{label}").mkdir(parents=True)
+    flags = ["--skip-list", tmp_path / "skip.txt"] if missing == "all images" else []
+    assert run_bare("--choose-recipe", "--model-arch-name", "Tiny", *flags, image_root=root)[0] == 2
     assert_one_error(capsys.readouterr().err, [f"--image-root {root}", *parts])
 
 

@@ -1,9 +1,14 @@
 """The command `python -m paddle_resnet.report`. tests/results/test_page.py tests the comparison and the page."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from helpers import NETWORK_EXAMPLE
 from paddle_resnet import report
+from paddle_resnet.results import page
+from paddle_resnet.serving import heat_maps
+from paddle_resnet.utils.errors import UsageError
 
 
 @pytest.fixture
@@ -42,6 +47,19 @@ def test_page_has_no_heat_maps_of_a_later_run(run_train, tmp_path):
     assert 'alt="heat map of' not in text
     reason = "was written by a different run, because its evaluation differs"
     assert f"No heat maps: {tmp_path}/output/Tiny/best: {reason}" in text
+
+
+def test_heat_maps_are_those_of_the_recorded_evaluation_and_of_the_network_of_the_flag(monkeypatch):
+    drawers, opened = [], []
+    model = SimpleNamespace(description={"evaluated": {"loss": 0.5, "top1": 0.25}})
+    monkeypatch.setattr(heat_maps, "open_model", lambda *path, **options: opened.append((*path, options)) or model)
+    monkeypatch.setattr(page, "write", lambda path, report_file, draw: drawers.append(draw))
+    for arch, own in ((None, None), ("ResNet50", None), ("net.py:Net", "net.py:Net")):
+        report.write_page("page.html", "report.json", arch)
+        assert drawers[-1]("best", {"loss": 0.5}).args == (model,)
+        assert opened[-1] == ("best", {"model_arch_name": own})
+    with pytest.raises(UsageError, match="^best: was written by a different run, because its evaluation differs"):
+        drawers[-1]("best", {"loss": 0.5, "top1": 0.5})
 
 
 @pytest.mark.parametrize("flags", [[], ["other", "--html", "x.html"]], ids=["no page", "several runs"])

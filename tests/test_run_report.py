@@ -210,7 +210,7 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
         command.format("the best epoch, 3,", 3),
     ]
     places = {"last.epoch": 5, "last.step": 7, "best.epoch": 3, "best.val.top1": 0.75, "val.top1": 0.5}
-    assert logged[1:] == [((), {"sparse": "program", **train, **places})]
+    assert logged[1:] == [((), {"asp.sparse": "program", **train, **places})]
     for more in ({"resume": True}, {"from_checkpoint": "o/1"}, {"from_pretrained_params": "o/1"}):
         assert lines(None, **more)[-1] == f"report: {tmp_path}/a.json"
     shard(rank=1)
@@ -292,7 +292,7 @@ def complete(parse, tmp_path, monkeypatch):
     """Return a function that repeats the command of a completed run whose report has the given lines, and returns the
     summaries that it writes and whether the page is missing."""
 
-    def complete(*lines, step=None, rank=0, folder=tmp_path):
+    def complete(*lines, step=None, teacher=None, rank=0, folder=tmp_path):
         path, begun, summaries = tmp_path / "report.json", [], []
         path.write_text("".join(lines))
         monkeypatch.setattr(processes, "rank", lambda: rank)
@@ -306,6 +306,7 @@ def complete(parse, tmp_path, monkeypatch):
             "trained": trained,
             "evaluated": {"top1": 0.5},
             "best": {"epoch": 1, "top1": 0.75},
+            "teacher": teacher,
         }
         flags = ["--resume", "--report-file", path, "--report-html", tmp_path / "page.html", "--output-dir", tmp_path]
         checkpoint = SimpleNamespace(folder=f"{folder}/0", meta=meta, ended_early=lambda patience: False)
@@ -333,6 +334,9 @@ def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_p
     expected |= {"last.epoch": 3, "best.epoch": 1, "best.val.top1": 0.75}
     assert complete(*training) == ([expected], 1)
     assert complete(*training, step=2) == ([expected | {"last.step": 2}], 1)
+    teacher = {"arch": "Net", "sha256": "0" * 64, "top1": 0.875}
+    of_teacher = {f"teacher.{name}": value for name, value in teacher.items()}
+    assert complete(*training, teacher=teacher | {"folder": "teachers/Net/0"}) == ([expected | of_teacher], 1)
     assert complete(*training, rank=1) == ([], 0)
     assert complete(*training, folder=tmp_path / "output") == ([], 0)  # the report of a different run
     assert complete(*ended) == ([], 1)

@@ -68,6 +68,27 @@ def test_random_changes_of_images_have_no_effect(data):
         assert pixels.shape == (32, 32, 3) and (pixels == pixels[:, ::-1]).all()
 
 
+def test_each_run_starts_once_although_a_run_fails(in_children, tmp_path):
+    """The child processes simulate the runs. test_failed_run_does_not_stop_the_others trains."""
+    report = "DLLL " + json.dumps({"type": "LOG", "step": [0, 0], "data": {"train.loss": 1.0}}) + "\n"
+    in_children(
+        "import json, os, sys\n"
+        "for flags in json.loads(sys.orig_argv[-1]):\n"
+        "    output = flags[flags.index('--output-dir') + 1]\n"
+        "    os.makedirs(output + '/Net/1')\n"  # fails if a run starts twice
+        "    if output.endswith('bad'):\n"
+        "        print('error: bad', file=sys.stderr, flush=True)\n"
+        "        os._exit(2)\n"
+        "    with open(flags[flags.index('--report-file') + 1], 'w') as file:\n"
+        f"        file.write({report * self_test.STEPS!r})\n"
+        "os._exit(0)\n"
+    )
+    names = ["first", "bad", "second", "third"]
+    answers = self_test._train(tmp_path, [self_test.Run(name, [], "paddle", "CPU", "") for name in names])
+    trained = [1.0] * self_test.STEPS, None
+    assert answers == dict.fromkeys(names, trained) | {"bad": ([], "error: bad")}
+
+
 @pytest.mark.slow
 def test_failed_run_does_not_stop_the_others(data):
     """A child process trains the runs after the failed one. The runs before and after it, which include custom kernels

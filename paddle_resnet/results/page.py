@@ -314,9 +314,11 @@ def _images(run):
     image_root, data_format = (run.parameters.get(name) for name in ("image_root", "data_format"))
     if image_root is None or data_format not in ("auto", *FORMATS):
         return {}
+    allow_outside = run.parameters.get("allow_outside") is True
     try:
         own = folder.own_classes(image_root, Mode.EVAL)
-        images = DataRoot(image_root, data_format, is_multi_label=run.is_multi_label).listed(Mode.EVAL, own)
+        root = DataRoot(image_root, data_format, allow_outside, is_multi_label=run.is_multi_label)
+        images = root.listed(Mode.EVAL, own)
     except (UsageError, OSError, ValueError):  # ValueError: the path contains a null byte
         return {}
     return {image.name: image for image in images}

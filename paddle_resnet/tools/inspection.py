@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paddle_resnet import config, dali, resolution
-from paddle_resnet.data import bad_images, data_set, layout, pixels, sniffer
+from paddle_resnet.data import bad_images, data_set, label_sets, layout, pixels, sniffer
 from paddle_resnet.data import loader as loaders
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.root import DataRoot
@@ -74,7 +74,8 @@ def augmented(
     """Load training images, and apply the training augmentation to each image several times.
 
     Returns:
-        [(uint8 [H, W, 3] in RGB, [uint8 arrays [crop height, crop width, 3] without normalization], class name)]
+        [(uint8 [H, W, 3] in RGB, [uint8 arrays [crop height, crop width, 3] without normalization], class name or, with
+        --multi-label, names of the classes)]
     Raises:
         UsageError: see preview.
     """
@@ -83,17 +84,25 @@ def augmented(
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
     args.apply(resolution.Classes, Mode.TRAIN)
     args.set("internal", batch_size=versions)
-    numbers, listed = dali.data_root(args.part(dali.DataOptions)).images(Mode.TRAIN, args.num_of_class)
-    names = numbers.class_names or []
+    data_root = dali.data_root(args.part(dali.DataOptions))
+    if args.multi_label:
+        found = label_sets.read_labels(data_root, Mode.TRAIN, args.num_of_class)
+        titles = [", ".join(found.classes[label] for label in row) for row in found.numbers]
+        listed, names = data_root.listed(Mode.TRAIN), []
+    else:
+        numbers, listed = data_root.images(Mode.TRAIN, args.num_of_class)
+        listed, titles, names = data_root.kept(listed), None, numbers.class_names or []
     places = np.linspace(0, len(listed) - 1, min(images, len(listed))).astype(int)
     decodable, skipped = [], 0
-    for image in (listed[place] for place in places):
+    for place in places:
+        image = listed[place]
         try:
             data, label = (Path(image.path).read_bytes(), image.label) if image.kind is None else read_image(image)
         except OSError as e:
             raise UsageError(f"{image.path}: cannot be read ({e.strerror}); make it readable, or remove it") from e
         if bad_images.decode(data) is None:
-            decodable.append((data, names[label] if label < len(names) else str(label)))
+            name = titles[place] if titles else names[label] if label < len(names) else str(label)
+            decodable.append((data, name))
         else:
             skipped += 1
     if skipped:

@@ -251,17 +251,18 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
 
 
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path, capsys):
-    """Stop a run, resume it, and repeat the command after the run has finished. All three processes write to the same
-    report."""
+    """Stop a run, resume it with each kind of flags, and repeat the command after the run has finished. All processes
+    write to the same report."""
     expected = uninterrupted()
     report = tmp_path / "uninterrupted.json"
-    for stop, code in ((4, 75), (None, 0), (None, 0)):
+    start = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "auto"]
+    for stop, code, flags in ((1, 75, ["--resume"]), (3, 75, start), (None, 0, ["--resume"]), (None, 0, ["--resume"])):
         stop_before(train_step=stop)
         capsys.readouterr()
-        assert run_train(*FLAGS, "--resume", "--report-file", report)[0] == code
+        assert run_train(*FLAGS, *flags, "--report-file", report)[0] == code
     assert "the run is already complete in " in capsys.readouterr().out
     entries = read_report(report)
-    assert [entry["step"] for entry in entries].count("PARAMETER") == 2
+    assert [entry["step"] for entry in entries].count("PARAMETER") == 3
     assert losses(entries) == expected
     assert phase(entries, [], "val.")["images"] == 23
 

@@ -9,8 +9,9 @@ imported once for all rows. The checks of a row:
 3. `--run-scope eval_only` on the last checkpoint succeeds. Its metrics equal those of the last evaluation, unless the
    row has `--run-scope train_only`.
 4. In every fourth row, `--benchmark` runs.
-5. The export of the checkpoint passes --verify (omitted for synthetic images), and both the checkpoint and the export
-   classify an image.
+5. The export of the checkpoint passes --verify (omitted for synthetic images). The checkpoint, the exported networks
+   and preprocess.py classify images, and their classes and probabilities agree. exports.py rotates the flags of the
+   commands over the rows; a flag that conflicts with the row is an error.
 With --budget-minutes, two runs may choose different numbers of epochs. Therefore, in a row with this flag, only the run
 that is stopped and resumed has the flag. This run comes first, and the reference has --epochs and --warmup-epochs of
 its checkpoint instead.
@@ -21,13 +22,13 @@ a GPU does not change:
 - the evaluations of the teacher and of the run that trains the start, whose metrics are not compared
 - the evaluation of the checkpoint in rows with --run-scope train_only, which have no metrics to compare
 - except in rows whose number is a multiple of 7, the benchmark, the export, which converts the float32 weights of the
-  checkpoint and verifies the result on the CPU, and the predictions. With --rows 1/2, these rows have all EXPORTS.
+  checkpoint and verifies the result on the CPU, and the predictions. With --rows 1/2, these rows have all values of
+  the axes in exports.EXPORTS.
 """
 # ruff: noqa: I001
 
 import contextlib
 import gc
-import importlib.util
 import itertools
 import json
 import os
@@ -44,18 +45,22 @@ import numpy as np
 import paddle
 from paddle import static
 
+import exports
 import few_blocks
 import reruns
+from exports import Failed
 from paddle_resnet.data import decoding
 from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
 from run import PARTS
+from conflicts import ONE_LABEL
 from axes import AXES, GPU_AXES, GPU_FLAGS, PIR_FLAGS, gpu_values, has_pir
-from paddle_resnet import budget, export, models, predict
+from paddle_resnet import budget, models
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from paddle_resnet.native import build as native
+from paddle_resnet.serving import int8_onnx
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.mode import Mode
 
@@ -63,7 +68,6 @@ ROOT = Path(__file__).parent.parent.parent
 AGREEMENT_STEPS = 6  # maximum number of steps after a signal until all processes of a job stop
 BUDGET_EPOCHS = 4  # number of epochs that --budget-minutes chooses in these tests
 TRAINING_OUTPUTS = ("tensorboard", "trace", "report")  # axes that the benchmark and the evaluation of a row omit
-EXPORTS = ([], ["--onnx"], ["--uint8"], ["--int8"], ["--onnx", "--uint8", "--triton"])
 TIMES = re.compile(r"steps|ips|time|latency|memory|energy|power|_s$|start|utilization")
 OF_A_RUN = {"run", "sequence", "arguments", "checksum", "files"}  # keys of meta.json that differ between equal runs
 # Formats of the same images, with the same classes, in the same order
@@ -85,6 +89,7 @@ def prepare(device):
         native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()))
     few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BasicBlock, (1,), width=8)
+    int8_onnx.SPEED_S = 0  # the export measures the speed of INT8 networks for this long
     loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 40 * processes.world_size(), Mode.EVAL: 11}
     decoding.PREALLOCATE_WIDTH = decoding.PREALLOCATE_HEIGHT = 0
     # Without this replacement, loaded machines would choose few epochs, and fast ones many.
@@ -95,10 +100,6 @@ def prepare(device):
     exchange.STOP_POLL_STEPS = 2
     reruns.allow_reruns()
     gc.disable()  # building programs is faster; worker.py collects garbage after each row
-
-
-class Failed(Exception):
-    """A check of a row failed."""
 
 
 class Row:
@@ -339,8 +340,10 @@ class Row:
             return
         recorded = without_times(self._meta("reference")["evaluated"])
         self._compare_evaluation("evaluated", recorded)
-        if self.values["format"] in SAME_IMAGES and not self.is_short:
-            others = [name for name in SAME_IMAGES if name != self.values["format"]]
+        # With more outputs than classes, some formats require the names of all outputs.
+        if self.values["format"] in SAME_IMAGES and self.values["classes"] == "data" and not self.is_short:
+            excluded = {self.values["format"], *(() if self.values["labels"] == "one" else ONE_LABEL)}
+            others = [name for name in SAME_IMAGES if name not in excluded]
             other = others[self.number % len(others)]
             replaced = [flag.format(data=self.data) for flag in AXES["format"][other]]
             without = [*without, "format", "page", "predictions", "report"]
@@ -368,28 +371,17 @@ class Row:
             raise Failed(f"run without a summary: --resume changed {values}")
 
     def _export(self):
-        """Export the last checkpoint, and predict an image with the checkpoint and the export."""
+        """Export the last checkpoint, and compare the predictions of the checkpoint and the export."""
         checkpoint, output = str(self._last("reference")), str(self.folder / "export")
         images = self.flags("x", only=["format"])
         root = images[images.index("--image-root") + 1] if "--image-root" in images else str(self.data / "folder")
-        flags = [*EXPORTS[self.number % len(EXPORTS)]]
-        if not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
-            flags = [flag for flag in flags if flag not in ("--onnx", "--int8")]
-        if "--int8" in flags:
-            flags = ["--onnx"] if self.values["qat"] == "on" else [*flags, "--calibrate", root]
         network = ["--model-arch-name", self.arch] if ":" in self.arch else []
-        flags += ["--safetensors"] if self.values["qat"] == "off" else []
-        if self.values["format"] != "synthetic":
-            flags += ["--verify", root]
-        flags += ["--allow-outside"] if "--allow-outside" in images else []
         with self._part("export"):
-            self._succeed("export", export.main([checkpoint, output, *flags, *network]))
-        image = str(self.data / "folder/val/class1/02.jpg")
+            exports.write(checkpoint, output, self.values, self.number, root, images, network, self.device)
+        pictures = [str(path) for path in sorted((self.data / "folder/val").glob("*/*.jpg"))[::3]]
         tta = AXES["tta"][self.values["tta"]]
-        device = ["--device", self.device]
         with self._part("predict"):
-            self._succeed("prediction", predict.main([checkpoint, "--json", image, *network, *tta, *device]))
-            self._succeed("prediction of export", predict.main([output, "--json", image, *tta, *device]))
+            exports.compare(checkpoint, output, pictures, self.number, tta, network, self.device, str(self.folder))
 
 
 def without_times(value):

@@ -9,6 +9,7 @@ import pytest
 
 import axes
 import conflicts
+import exports
 import generate
 import run as combinations
 from conftest import ROOT
@@ -75,12 +76,12 @@ def test_durations_of_parts_are_read_and_added(tmp_path):
 
 
 def test_rows_on_a_gpu_include_each_network_precision_and_export():
-    """With --rows 1/2. The export of a row depends on its number (checks.EXPORTS has five), and every seventh of these
-    rows is exported."""
+    """With --rows 1/2. The export of a row depends on its number, and every seventh of these rows is exported."""
     rows = [*enumerate(generate.read())][::2]
     assert {values["network"] for _, values in rows} == {*axes.AXES["network"]}
     assert {axes.gpu_values(*row)["precision"] for row in rows} == {*axes.GPU_AXES["precision"]}
-    assert {number % 5 for number, _ in rows[::7]} == {*range(5)}
+    for values in (*exports.EXPORTS.values(), exports.PREDICTIONS):
+        assert {exports.turn(number) % len(values) for number, _ in rows[::7]} == {*range(len(values))}
 
 
 def run(*arguments, timeout):

@@ -254,17 +254,21 @@ def test_features_are_those_of_the_quantized_network(trained):
     np.testing.assert_array_equal(probabilities, networks.load_checkpoint(checkpoint).model().run(images))
 
 
-def test_int8_export_for_onnxruntime_keeps_the_8_bits_of_the_weights(trained, tmp_path):
-    """Without --qat, weights for onnxruntime have 7 bits."""
+def test_int8_export_keeps_the_8_bits_of_the_weights(trained, tmp_path):
+    """Without --qat, weights for onnxruntime have 7 bits. The zero points are those of the engine."""
     onnx = pytest.importorskip("onnx")
     checkpoint, _ = trained("--run-scope", "train_only")
-    export.export(checkpoint, tmp_path / "exported", int8="onnxruntime")
-    assert inference.open_model(tmp_path / "exported/model.onnx", "cpu").description["int8"]["weight_bits"] == 8
-    graph = onnx.load(tmp_path / "exported/model.onnx").graph
-    weights = [
-        onnx.numpy_helper.to_array(each) for each in graph.initializer if each.data_type == onnx.TensorProto.INT8
-    ]
-    assert max(np.abs(np.int32(each)).max() for each in weights if each.ndim == 4) == 127
+    zero_points = {"onnxruntime": {("uint8", 0), ("uint8", 128)}, "tensorrt": {("int8", 0)}}
+    for engine, expected in zero_points.items():
+        export.export(checkpoint, tmp_path / engine, int8=engine)
+        model = inference.open_model(tmp_path / engine / "model.onnx", "cpu")
+        assert model.description["int8"] == {"engine": engine, "weight_bits": 8}
+        graph = onnx.load(tmp_path / engine / "model.onnx").graph
+        constants = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+        weights = [each for each in constants.values() if each.dtype == np.int8 and each.ndim == 4]
+        assert max(np.abs(np.int32(each)).max() for each in weights) == 127
+        zeros = [constants[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"]
+        assert {(zero.dtype.name, zero.item()) for zero in zeros} == expected
 
 
 @pytest.mark.slow

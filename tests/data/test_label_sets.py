@@ -106,6 +106,24 @@ def test_listed_images_are_in_order_of_evaluation(roots, kind):
     assert len(names) == COUNTS["val"] - 2 * (kind == "folders")
 
 
+def test_digest_depends_on_images_labels_and_classes(tmp_path):
+    """A resumed run compares the digests, for example after labels were corrected."""
+    path = multi_label_data.write(tmp_path / "csv") / "train.csv"
+    header, *rows = path.read_text().splitlines()
+    corrected = [f"{rows[0][:-1]}{1 - int(rows[0][-1])}", *rows[1:]]
+    digests = []
+    for lines in (
+        [header, *rows],
+        [header, *corrected],
+        [header, *rows[::-1]],
+        [f"{header}dish", *rows],
+        [header, *rows],
+    ):
+        path.write_text("\n".join(lines))
+        digests.append(DataRoot(path.parent, is_multi_label=True).open(Mode.TRAIN, None, seed=1).digest)
+    assert digests[0] == digests[-1] and len(set(digests)) == 4
+
+
 @pytest.mark.parametrize("kind", ["csv", "vector"])
 def test_more_outputs_than_classes(roots, load, kind):
     batches, _ = load(roots[kind], Mode.EVAL, "--num-of-class", "5")

@@ -81,9 +81,9 @@ def put_names(root, names):
     put(root / "classes.txt", "".join(f"{name}\n" for name in names))
 
 
-def labels_of(root, mode, num_of_class=10, **options):
+def labels_of(root, mode, num_of_class=10, data_format="auto", **options):
     """Return {class: labels} as DALI reads them. The class is recognized by the mean color of the image."""
-    data_set = open_split(root, "auto", mode, num_of_class, 0, **options)
+    data_set = open_split(root, data_format, mode, num_of_class, 0, **options)
 
     @pipeline_def(batch_size=data_set.size, num_threads=1, device_id=None)
     def pipeline():
@@ -365,7 +365,8 @@ def test_offset_is_detected_from_both_splits(tmp_path, verify_here):
     put_tfrecords(tmp_path / "all", names=lambda k: {"image/class/text": f"color {k}"})
     name = "validation-00000-of-00001"
     (tmp_path / "few" / name).replace(tmp_path / "all" / name)
-    assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=classes.numbers(8)) == {0: {0}, 1: {1}}
+    for data_format in ("auto", "tfrecord"):
+        assert labels_of(tmp_path / "all", Mode.EVAL, 8, data_format, trained=classes.numbers(8)) == {0: {0}, 1: {1}}
     assert labels_of(tmp_path / "few", Mode.TRAIN, 8, trained=classes.numbers(8)) == {0: {1}, 1: {2}}
     # Class folders get the numbers of the names in train/, although the network has none.
     (tmp_path / "all" / name).unlink()

@@ -222,6 +222,8 @@ def test_skip_list_omits_images_and_keeps_labels(make, tmp_path, capsys):
     root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/1.jpg", "val/a/0.jpg", "val/b/0.jpg")
     (tmp_path / "skip.txt").write_text("train/a/0.jpg\r\n\r\n./train/b/1.jpg\nval/a/0.jpg\n")
     skip = DataRoot(root, skip_list=tmp_path / "skip.txt").skip
+    with pytest.raises(UsageError, match="all train images belong to one class, b; add other classes"):
+        open_folder(root, Mode.TRAIN, 10, 0, skip)
     for mode in Mode:
         data_set = open_folder(root, mode, 10, 0, skip, allow_one_class=True)
         assert contents(data_set) == [(f"{mode.value}/b/0.jpg", 1)]

@@ -49,6 +49,14 @@ def test_archives_of_class_folders(tmp_path, prefix):
     assert "it contains train.tar, val.tar, whose name" in check(tmp_path / "x")
 
 
+def test_archive_comes_before_an_image_next_to_it(tmp_path):
+    put(tmp_path / "photos.zip", b"")
+    put(tmp_path / "cover.jpg", image(0))
+    expected = ["photos.zip: an archive", "1 image outside class folders (cover.jpg)"]
+    assert [sight.what for sight in sniffer.look(tmp_path)] == expected
+    assert sniffer.advice(tmp_path).startswith(f"it contains {expected[0]}; ")
+
+
 def test_class_folders_in_a_folder_of_images(colored, tmp_path):
     shutil.copytree(colored / "train", tmp_path / "x/images")
     message = check(tmp_path / "x")

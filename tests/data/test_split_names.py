@@ -103,18 +103,21 @@ def images(root, split):
 
 @pytest.mark.parametrize("names", [None, ("birds_label_list.txt", "0 x\n1 y\n2 z\n"), ("labels.txt", "x\ny\nz\n")])
 @pytest.mark.parametrize(
-    ("pattern", "base"), [("{}_list.txt", ""), ("{}_list.txt", "{}"), ("meta/{}.txt", "{}"), ("{}.txt", "{}")]
+    ("pattern", "base"),
+    [("{}_list.txt", ""), ("{}_list.txt", "{}"), ("meta/{}.txt", "{}"), ("meta/{}.txt", "meta"), ("{}.txt", "{}")],
 )
 def test_lists_of_images_that_are_not_in_class_folders(colored, capsys, pattern, base, names):
     """The lists of PaddleClas are relative to the data set, those of MMPretrain and Caffe to the folders of the
-    splits."""
+    splits. Paths may also be relative to the folder of the list."""
     lines = {}
     for split in ("train", "val"):
         lines[split] = []
+        folder = colored / ("meta" if base == "meta" else "") / split
+        folder.mkdir(parents=True, exist_ok=True)
         for path in images(colored, split):
             name = f"{path.parent.name}_{path.name}"
-            path.rename(colored / split / name)
-            prefix = "" if base else f"{split}/"
+            path.rename(folder / name)
+            prefix = "" if base == "{}" else f"{split}/"
             lines[split].append(f"{prefix}{name} {path.parent.name[1]}\n")
             if not any(path.parent.iterdir()):
                 path.parent.rmdir()

@@ -27,6 +27,8 @@ from tensorboardX import SummaryWriter
 
 pytest.importorskip("jinja2")
 
+import multi_label_data
+
 from conftest import ROOT, losses, read_report
 from helpers import without_permission
 from paddle_resnet import dataset, predict
@@ -187,10 +189,13 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypa
     ]
 
 
-def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted, tmp_path):
-    scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--report-html", tmp_path / "p.html"]
+def test_thumbnails_and_heat_maps_are_those_of_images_in_record_files(run_train, checkpoint, converted, tmp_path):
+    scope = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--report-html", tmp_path / "p.html"]
     assert run_train(*scope, image_root=converted["webdataset"])[0] == 0
-    assert Reader((tmp_path / "p.html").read_text()).addresses
+    text = (tmp_path / "p.html").read_text()
+    alternatives = re.findall(r'<img src="data:image/jpeg;base64,[^"]+" alt="([^"]+)"', text)
+    names = [name for name in alternatives if not name.startswith("heat map of ")]
+    assert names and sorted(alternatives) == sorted([*names, *(f"heat map of {name}" for name in names)])
 
 
 def test_images_are_listed_in_the_format_of_the_run(photos, converted, tmp_path):
@@ -206,6 +211,13 @@ def test_images_are_listed_in_the_format_of_the_run(photos, converted, tmp_path)
     (tmp_path / "val.txt").write_text(f"{first} 0\n")
     assert names(image_root=str(tmp_path), data_format="folder") == expected
     assert names(image_root=str(tmp_path), data_format="filelist") == {first}
+    (tmp_path / "val.txt").write_text(f"{photos / first} 0\n")
+    assert names(image_root=str(tmp_path), data_format="filelist") == set()
+    assert names(image_root=str(tmp_path), data_format="filelist", allow_outside=True) == {str(photos / first)}
+    root = multi_label_data.write(tmp_path / "several")
+    expected = {str(path.relative_to(root)) for path in root.glob("val/*")}
+    assert len(expected) > 1
+    assert names(image_root=str(root), data_format="auto", multi_label=True) == expected
     for parameters in (
         {"data_format": "auto"},
         {"image_root": str(photos), "data_format": "synthetic"},
@@ -542,10 +554,13 @@ def test_chart_of_lr_curve_omits_high_losses(tmp_path):
 def test_tables_of_earlier_versions_have_no_precision():
     rows = [{"class": "n01440764_tench", "images": "3", **dict.fromkeys(("precision", "recall", "f1"), "0.123456")}]
     averages = {f"val.{name}_weighted": 0.5 for name in ("precision", "recall", "f1")}
-    run = reading.Run(None, epochs={0: {"val.top1": 0.5, "val.f1_macro": 0.5, **averages}})
+    run = reading.Run(None, epochs={0: {"val.top1": 0.5, "val.map": 0.5, "val.f1_macro": 0.5, **averages}})
+    of_row = [("tench", "3", "0.1234", "0.1234", "0.1234")]
+    assert page._per_class(run, rows) == [("weighted average", "", "0.5000", "0.5000", "0.5000"), *of_row]
+    run.parameters["multi_label"], rows[0]["ap"] = True, "0.75"  # the average of ap is mAP, which has its own place
     assert page._per_class(run, rows) == [
-        ("weighted average", "", "0.5000", "0.5000", "0.5000"),
-        ("tench", "3", "0.1234", "0.1234", "0.1234"),
+        ("weighted average", "", "", "0.5000", "0.5000", "0.5000"),
+        ("tench", "3", "0.75", "0.1234", "0.1234", "0.1234"),
     ]
     del rows[0]["f1"]
     assert page._per_class(run, rows) == []
@@ -657,6 +672,25 @@ def test_folders_and_explicit_flags_of_a_run(tmp_path):
     assert run.open_s["train"] == 0
 
 
+@pytest.mark.parametrize(
+    ("parameters", "evaluated", "expected"),
+    [
+        ({}, "run/2", "best"),
+        ({"run_scope": "eval_only"}, "run/2", "run/2"),
+        ({"run_scope": "eval_only"}, "moved/2", "2"),
+        ({"run_scope": "eval_only"}, None, None),
+        ({"run_scope": "eval_only"}, "moved/3", None),
+    ],
+    ids=["training", "evaluation", "moved with its checkpoint", "without a checkpoint", "missing"],
+)
+def test_tables_describe_the_evaluated_checkpoint(work_in, tmp_path, parameters, evaluated, expected):
+    work_in(tmp_path)
+    for name in ("best", "2", "run/2"):
+        (tmp_path / name).mkdir(parents=True)
+    run = reading.Run(tmp_path / "report.json", parameters, evaluated=evaluated)
+    assert run.checkpoint() == (expected and (Path(expected) if "/" in expected else tmp_path / expected))
+
+
 def test_at_most_three_runs_are_suggested(tmp_path):
     for name in "abcd":
         (tmp_path / name).mkdir()
@@ -703,6 +737,7 @@ RESULT = 'DLLL {"step": [], "data": {"command": "PARAMETER", "output_dir": "x", 
         *((START % "", ""), (START % "" + 'DLLL {"st', ""), (START % "" + "torn", None)),
         pytest.param('["PARAMETER", ' + "[" * 100_000 + "\n", None, id="deeply nested"),
         (START % "" + RESULT, "training"),
+        (START % ', "run_scope": "train_eval", "benchmark": true' + RESULT, "benchmark"),
         (START % ', "run_scope": "eval_only"' + RESULT, "evaluation"),
         (START % ', "run_scope": "eval_only", "benchmark": true' + RESULT, "benchmark"),
     ],

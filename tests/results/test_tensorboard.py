@@ -14,6 +14,7 @@ import yaml
 
 from conftest import ROOT, losses, phase, read_report, strict_json
 from paddle_resnet.results import tensorboard as results
+from paddle_resnet.utils import logger
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -97,6 +98,19 @@ def test_steps_of_entries_and_number_of_pictures():
         calls.clear()
     board.show(np.zeros((65, 2, 2, 3)))
     assert calls == [("first_batch", 64, 3, "NHWC")]
+
+
+@pytest.mark.parametrize(
+    ("step", "trained", "first"),
+    [(3, None, 23), (0, {"loss": 1.0}, 30)],
+    ids=["within an epoch", "only the evaluation is pending"],
+)
+def test_resumed_run_hides_the_events_of_the_steps_that_it_repeats(tmp_path, step, trained, first):
+    timeline = SimpleNamespace(batches_before=lambda epoch: 10 * epoch)
+    checkpoint = SimpleNamespace(epoch=2, step=10 if trained else 3, trained=trained)
+    results.follow(str(tmp_path), SimpleNamespace(step=step), timeline, checkpoint, None)
+    logger.close()
+    assert [event.step for event in events(tmp_path) if event.HasField("session_log")] == [first]
 
 
 def test_other_ranks_write_no_events(tmp_path, shard):

@@ -204,6 +204,15 @@ def test_heat_map_of_a_large_image_is_reduced(corner):
     assert seen.any(axis=0).sum() == seen.any(axis=1).sum() < 512
 
 
+def test_map_of_a_rectangular_crop_covers_the_crop():
+    description = {"resize_short": 16, "center_crop": [32, 16]}
+    heat = heat_maps._on_image(np.float32([[0, 1], [2, 3]]), (64, 64), description)
+    rows, columns = np.nonzero(np.isfinite(heat))
+    assert (heat.shape, heat.size / 2, len(rows)) == ((64, 64), 64 * 32, 64 * 32)
+    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (0, 63, 16, 47)
+    assert (heat[0, 16], heat[0, 47], heat[63, 47]) == (0, pytest.approx(1 / 3), 1)
+
+
 def test_map_without_differences_is_cold(corner):
     description = opened(corner)[0].description["preprocessing"]
     assert np.nanmax(heat_maps._on_image(np.full([4, 4], 3.0), (40, 40), description)) == 0

@@ -160,6 +160,7 @@ def test_speed_ratio_compares_shortest_times(monkeypatch):
         return SimpleNamespace(run=run, description={"input": {"shape": [None, 3, 4, 4], "dtype": "uint8"}})
 
     monkeypatch.setattr(int8_onnx, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(int8_onnx, "SPEED_S", 0.5)
     assert int8_onnx._speed_ratio(model("int8", 9, 0.25, 7), model("float32", 8, 5, 1, 9)) == pytest.approx(4)
     assert calls == ["int8", "float32"] * 4  # at least four runs
     calls.clear()

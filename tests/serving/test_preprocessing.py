@@ -252,7 +252,6 @@ def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys)
     recorded = description(4, [2, 3], "cubic") | {"scale": 1, "mean": [0, 0, 0], "std": [1, 1, 1]}
     shapes = {"input": {"name": "pixels", "dtype": "uint8", "layout": "NHWC", "shape": [None, 2, 3, 3]}}
     shapes |= {"output": {"shape": [None, 6]}, "classes": ["a", "b\x1b"], "preprocessing": recorded}
-    (tmp_path / "model.json").write_text(json.dumps(shapes))
     (tmp_path / "model.onnx").touch()
     Image.new("RGB", (9, 9), (0, 7, 9)).save(tmp_path / "x.png")
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "preprocess.py"))
@@ -260,7 +259,15 @@ def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys)
     line = f"{tmp_path}/x.png: uint8 [1, 2, 3, 3], from 0 to 9\n"
     predictions = "  0.500000  b\\x1b\n  0.250000  a\n  0.125000  3\n  0.125000  4\n  0.000000  2\n"
     problem = f"{tmp_path}/model.onnx: cannot be used for predictions (not a model); export it again\n"
-    for function, expected in ((session, (line + predictions, "")), (broken, (line, problem))):
+    # Each class has its own threshold, and a probability equal to the threshold is sufficient.
+    several = {"multi_label": {"thresholds": [0.25, 0.51, 0.0, 0.2, 0.1, 0.01]}}
+    above = "  0.250000  a\n  0.125000  4\n  0.000000  2\n"
+    for labels, function, expected in (
+        ({}, session, (line + predictions, "")),
+        ({}, broken, (line, problem)),
+        (several, session, (line + above, "")),
+    ):
+        (tmp_path / "model.json").write_text(json.dumps(shapes | labels))
         runtime = SimpleNamespace(SessionOptions=Options, InferenceSession=function)
         monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
         assert preprocessing.main([str(tmp_path / "x.png")]) == 0

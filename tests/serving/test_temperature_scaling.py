@@ -64,28 +64,47 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
     np.testing.assert_allclose(after, tempered, atol=1e-5)
     np.testing.assert_array_equal(after.argmax(axis=1), before.argmax(axis=1))
     np.testing.assert_allclose(predicted(exported / "model.onnx"), tempered, atol=0.1 if uint8 else 1e-5)
-    tensors, network = foreign_files.read(exported / "model.safetensors"), networks.load_checkpoint(checkpoint)
-    for name, parameter in conversion.parameters("Tiny", 3).items():
-        factor = fitted["value"] if name.startswith("classifier.") else 1
-        np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
+    check_tensors(exported / "model.safetensors", checkpoint, fitted["value"])
     card = (exported / "README.md").read_text()
     assert "names, shapes and layout of paddle_resnet" in card
     assert f"divided by the temperature {fitted['value']:.6g}" in card
 
 
-def test_recorded_evaluation_with_tta_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys):
-    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", "--tta", "flip")
-    description = export.export(checkpoint, tmp_path / "exported", temperature="auto", verify=photos, uint8=True)
+@pytest.mark.parametrize("flags", [["--tta", "flip"], ["--qat"]], ids=lambda flags: flags[0])
+def test_recorded_evaluation_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys, flags):
+    """With these flags, a program other than that of the export repeats the evaluation."""
+    checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", *flags)
+    has_tensors = "--qat" not in flags
+    options = {"temperature": "auto", "verify": photos, "uint8": True, "safetensors": has_tensors}
+    description = export.export(checkpoint, tmp_path / "exported", **options)
     assert description["input"]["dtype"] == "uint8" and description["temperature"]["value"] != 1
     assert capsys.readouterr().out.rstrip().endswith("confirmed")
+    if has_tensors:
+        check_tensors(tmp_path / "exported/model.safetensors", checkpoint, description["temperature"]["value"])
+
+
+def check_tensors(path, checkpoint, temperature):
+    """Only the parameters of the last layer are divided by the temperature."""
+    tensors, network = foreign_files.read(path), networks.load_checkpoint(checkpoint)
+    for name, parameter in conversion.parameters("Tiny", 3).items():
+        factor = temperature if name.startswith("classifier.") else 1
+        np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
 
 
 def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
+    """The images are those of file lists outside the folder of the lists, so each reader needs --allow-outside."""
     pytest.importorskip("onnxruntime")
-    flags = {"int8": "onnxruntime", "calibration": export.Calibration(photos), "verify": photos}
+    root = tmp_path / "lists"
+    root.mkdir()
+    for split in ("train", "val"):
+        paths = sorted((photos / split).glob("*/*.jpg"))
+        (root / f"{split}.txt").write_text("".join(f"{path} {path.parent.name[-1]}\n" for path in paths))
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
-    export.export(checkpoint, tmp_path / "plain", **flags)
-    value = export.export(checkpoint, tmp_path / "tempered", temperature="auto", **flags)["temperature"]["value"]
+    flags = ["--int8", "--calibrate", str(root), "--allow-outside"]
+    assert export.main([str(checkpoint), str(tmp_path / "plain"), *flags]) == 0
+    flags += ["--verify", str(root), "--temperature", "auto"]
+    assert export.main([str(checkpoint), str(tmp_path / "tempered"), *flags]) == 0
+    value = json.loads((tmp_path / "tempered/model.json").read_text())["temperature"]["value"]
     images = np.random.default_rng(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
     plain, tempered = (
         inference.open_onnx(tmp_path / name / "model.onnx", "cpu", logits=True).outputs(images)[1]

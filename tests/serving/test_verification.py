@@ -283,6 +283,28 @@ def test_recorded_loss_matches_exact_or_in_earlier_checkpoint_clipped_loss(is_ea
         verification.verify_recorded(network, score, "photos", None)
 
 
+@pytest.mark.parametrize(("recorded", "loss", "is_equal"), [(0.9005, 1, True), (0.91, 1, False), (0.9, 1.01, False)])
+def test_recorded_map_is_compared(capsys, recorded, loss, is_equal):
+    """The recorded evaluation of a multi-label network has no number of correct decisions."""
+    score = {"images": 100, "decisions": 300, "correct": 280, "ties": 0, "loss": 1.0, "clipped_loss": 1.0, "map": 0.9}
+    meta = {"evaluated": {"images": 100, "map": recorded, "loss": loss}, "arguments": {"device": "cpu"}, "cpu": {}}
+    network = SimpleNamespace(model=lambda logits: None, meta=meta, args=SimpleNamespace(tta="none", qat=False))
+    problem = f"disagree: 280 and 280 of 300 labels correct .*, mAP 0.9 and {recorded}, loss 1 and {loss} "
+    with nullcontext() if is_equal else pytest.raises(RunError, match=problem):
+        verification.verify_recorded(network, score | {"map_ties": 0.0}, "photos", None)
+    assert ("confirmed" in capsys.readouterr().out) == is_equal
+
+
+def test_labels_have_the_offset_of_the_run(checkpoint, photos, tmp_path):
+    paths = sorted((photos / "val").glob("*/*.jpg"))
+    (tmp_path / "val.txt").write_text("".join(f"{path} {int(path.parent.name[-1]) + 1}\n" for path in paths))
+    network = networks.load_checkpoint(checkpoint)
+    model = network.model(logits=True)
+    expected = scores.score(network, model, photos)
+    network.args.set("internal", label_offset=1)
+    assert scores.score(network, model, tmp_path, allow_outside=True) == expected
+
+
 def change(checkpoint, folder, parameter=None, loss=0):
     """Copy a checkpoint, permute one parameter or change the recorded loss (relative, if it exceeds 1), and return the
     new folder."""

@@ -178,7 +178,6 @@ def test_groups_are_connected_by_chains():
     assert duplicates.groups([], 6) == []
 
 
-@pytest.mark.slow
 def test_command_prints_pairs_and_writes_lists(root, tmp_path, capsys):
     table, fix_list = tmp_path / "pairs.csv", tmp_path / "skip.txt"
     assert dataset.main(["duplicates", str(root), "--csv", str(table), "--fix-list", str(fix_list)]) == 1

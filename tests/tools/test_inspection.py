@@ -1,6 +1,7 @@
 import itertools
 from types import SimpleNamespace
 
+import multi_label_data
 import numpy as np
 import pytest
 from PIL import Image
@@ -41,6 +42,24 @@ def test_preview_shows_original_and_input_of_network(colors, flags):
         assert original.shape == (30, 40 + i, 3) and (original == (20 * i, 0, 255)).all()
         assert [version.shape for version in versions] == [(32, 48 if "3,32,48" in flags else 32, 3)] * 2
         assert all((version == (20 * i, 0, 255)).all() for version in versions)
+
+
+@pytest.mark.parametrize("kind", ["csv", "folders", "vector"])
+def test_preview_of_multi_label_images_names_all_classes(tmp_path, kind):
+    root = multi_label_data.write(tmp_path / "root", kind)
+    rows = inspection.augmented(root, 6, 1, [*TINY, "--multi-label"])
+    for original, _, name in rows:
+        corners = [(original[y + 8, x + 8] == color).all() for (y, x), color in multi_label_data.PATCHES]
+        assert name == ", ".join(itertools.compress(multi_label_data.CLASSES, corners))
+    assert len({name for *_, name in rows}) > 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--multi-label"]])
+def test_preview_omits_images_of_the_skip_list(colors, tmp_path, flags):
+    (tmp_path / "skip.txt").write_text("train/c3/x.png\n./train/c8/x.png\n")
+    flags = [*TINY, "--num-of-class", "10", *flags, "--skip-list", str(tmp_path / "skip.txt")]
+    rows = inspection.augmented(colors, 25, 1, flags)
+    assert [name for *_, name in rows] == [f"c{i}" for i in range(10) if i not in (3, 8)]
 
 
 @pytest.mark.slow
@@ -147,9 +166,10 @@ def test_images_may_be_outside_the_folder_only_if_allowed(colors, tmp_path):
     assert len(inspection.augmented(tmp_path / "list", 2, 1, [*flags, "--allow-outside"])) == 2
 
 
-def test_info_omits_records_without_readable_label(colors, monkeypatch):
-    monkeypatch.setattr(inspection, "_measure", lambda image: (image.label or None, None))
-    assert inspection.info(colors)["train"]["classes"] == {"c0": 0, **{f"c{i}": 1 for i in range(1, 10)}}
+def test_info_omits_records_without_readable_label_and_counts_those_of_unknown_classes(colors, monkeypatch):
+    monkeypatch.setattr(inspection, "_measure", lambda image: (image.label + 1 if image.label else None, None))
+    expected = {"c0": 0, "c1": 0, **{f"c{i}": 1 for i in range(2, 10)}, "10": 1}
+    assert inspection.info(colors)["train"]["classes"] == expected
     rows = {title: text({}, np.zeros((0, 2), int)) for title, text in inspection._statistics().items()}
     assert list(rows.values()) == ["0", "0", "0 (-)", "0", "0 (-)", "-", "-", "-", "-", "0"]
 

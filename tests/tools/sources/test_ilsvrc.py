@@ -276,6 +276,14 @@ def test_validation_alone_is_numbered_by_devkit(tmp_path):
     assert colors_match(splits["val"])
 
 
+def test_training_alone_is_divided_only_with_val(tmp_path):
+    official(tmp_path)
+    (tmp_path / ilsvrc.VAL_TAR).unlink()
+    for options, counts in ((PART, {"train": 20}), (Options(allow_partial=True, val=0.4), {"train": 12, "val": 8})):
+        _, splits, classes = sources.read(tmp_path, options=options)
+        assert (classes, {split: len(images) for split, images in splits.items()}) == (WNIDS, counts)
+
+
 def test_validation_images_of_missing_classes_are_left_out(tmp_path, capsys):
     flat(tmp_path)
     put(tmp_path / "LOC_val_solution.csv", solution())
