@@ -440,9 +440,10 @@ def open_split(
 
 
 def listed(root: Root, mode: Mode) -> list[Image]:
-    """List the images of a split in stored order, without those of the skip list. Image.label is None."""
+    """List the images of a split in stored order, without those of the skip list. Image.label is None. Class folders
+    may be empty."""
     names = folder.own_classes(root.image_root, mode) if storage(root, mode) == "folder" else None
-    found = read_labels(root, mode, trained=names)
+    found = read_labels(root, mode, trained=names, allow_empty=True)
     if found.records is not None:
         return [*_record_images(found.records)]
     return [Image(name, os.path.join(root.image_root, name), None) for name in found.names]

@@ -86,7 +86,7 @@ def augmented(
     args.set("internal", batch_size=versions)
     data_root = dali.data_root(args.part(dali.DataOptions))
     if args.multi_label:
-        found = label_sets.read_labels(data_root, Mode.TRAIN, args.num_of_class)
+        found = label_sets.read_labels(data_root, Mode.TRAIN, args.num_of_class, allow_empty=True)
         titles = [", ".join(found.classes[label] for label in row) for row in found.numbers]
         listed, names = data_root.listed(Mode.TRAIN), []
     else:

@@ -56,6 +56,7 @@ from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
 from run import PARTS
 from conflicts import ONE_LABEL
+from images import TRAIN
 from axes import AXES, GPU_AXES, GPU_FLAGS, PIR_FLAGS, gpu_values, has_pir
 from paddle_resnet import budget, models
 from paddle_resnet.job import exchange, processes
@@ -342,8 +343,9 @@ class Row:
             return
         recorded = without_times(self._meta("reference")["evaluated"])
         self._compare_evaluation("evaluated", recorded)
-        # With more outputs than classes, some formats require the names of all outputs.
-        has_other = self.values["format"] in SAME_IMAGES and self.values["classes"] == "data"
+        # With more outputs than classes, some formats require the names of all outputs, or have ambiguous labels.
+        has_all_classes = self._meta("reference")["arguments"]["num_of_class"] == len(TRAIN)
+        has_other = self.values["format"] in SAME_IMAGES and has_all_classes
         if has_other and self.number % 2 == 0 and not self.is_short:
             excluded = {self.values["format"], *(() if self.values["labels"] == "one" else ONE_LABEL)}
             others = [name for name in SAME_IMAGES if name not in excluded]

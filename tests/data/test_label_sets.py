@@ -124,6 +124,19 @@ def test_digest_depends_on_images_labels_and_classes(tmp_path):
     assert digests[0] == digests[-1] and len(set(digests)) == 4
 
 
+def test_listed_class_folders_may_be_empty(tmp_path):
+    """Calibration lists the training images of a network that was trained with --allow-empty-classes."""
+    path = multi_label_data.write(tmp_path / "folders", "folders")
+    root = DataRoot(path, is_multi_label=True)
+    expected = root.listed(Mode.TRAIN)
+    (path / "train/white").mkdir()
+    assert [image.name for image in DataRoot(path, is_multi_label=True).listed(Mode.TRAIN)] == [
+        i.name for i in expected
+    ]
+    with pytest.raises(UsageError, match="train has no images for 1 of 4 classes .*--allow-empty-classes$"):
+        DataRoot(path, is_multi_label=True).open(Mode.TRAIN, None, seed=1)
+
+
 @pytest.mark.parametrize("kind", ["csv", "vector"])
 def test_more_outputs_than_classes(roots, load, kind):
     batches, _ = load(roots[kind], Mode.EVAL, "--num-of-class", "5")
