@@ -31,10 +31,7 @@ class LearnableAffine(nn.Layer):
         self.bias = self.create_parameter([1], default_initializer=Constant(0.0))
 
     def forward(self, x: static.Variable) -> static.Variable:
-        scale, bias = self.scale, self.bias
-        if x.dtype != scale.dtype:  # otherwise, Paddle would convert half-precision activations to float32
-            scale, bias = scale.astype(x.dtype), bias.astype(x.dtype)
-        return x * scale + bias
+        return x * self.scale + self.bias
 
 
 class Unit(ConvBN):
