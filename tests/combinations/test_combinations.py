@@ -97,8 +97,8 @@ def run(*arguments, timeout):
 def test_output_contains_duration_of_each_part():
     output = run("--rows", "0", "--processes", 1, "--limit-s", 250, timeout=300)
     [line] = re.findall(r"^ +0 +[\d.]+ s  ok  \[(.*)\]$", output, re.MULTILINE)
-    runs = r"reference S\+S, stopped S\+S, resumed S\+S, evaluated S, benchmark S\+S, export S, predict S"
-    assert re.fullmatch(runs.replace("S", r"\d+\.\d"), line)
+    runs = "reference S+S, stopped S+S, resumed S+S, evaluated S, other S, benchmark S+S, export S, predict S"
+    assert re.sub(r"\d+\.\d", "S", line) == runs
 
 
 @pytest.mark.soak
