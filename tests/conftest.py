@@ -32,6 +32,7 @@ import data_files
 from layouts import image, put
 from workers import gpu_labels
 from paddle_resnet.data import decoding, images
+from paddle_resnet.data import root as root_module
 from paddle_resnet import config, export
 from paddle_resnet import resolution
 from paddle_resnet import train
@@ -339,6 +340,12 @@ def convert_here(monkeypatch):
 def use_threads(patch):
     patch.setattr(workers, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options))
     patch.setattr(workers.signals, "die_with_parent", lambda parent: None)
+
+
+@pytest.fixture
+def few_checked_labels(monkeypatch):
+    """Let a run check the labels of two images before its first step, so that a bad label is found later."""
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from tfrecord import TFRecordWriter
 
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes
-from paddle_resnet.data import root as root_module
 from paddle_resnet.data.formats import INDEXED, RECORDS, read_image, recordio, tfrecord
 from paddle_resnet.data.formats.lmdb import datum_class
 from paddle_resnet.data.images import Image as ListedImage
@@ -113,10 +112,9 @@ def write_records(root, images, data_format, bad):
     ids=[*TFRECORD_LABELS, "three labels", "LMDB without label"],
 )
 def test_record_without_one_label_is_reported_with_place(
-    photos, parse, tmp_path, monkeypatch, verify_here, data_format, bad, reason
+    photos, parse, tmp_path, few_checked_labels, verify_here, data_format, bad, reason
 ):
     """Only some of the labels are checked before the run."""
-    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
     images = [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted((photos / "train").glob("*/*"))]
     place = write_records(tmp_path, images, data_format, bad)
     flags = ["--image-root", tmp_path, "--run-scope", "train_only"]
@@ -133,8 +131,7 @@ def test_record_without_one_label_is_reported_with_place(
     assert len(batches) == 29 // 8
 
 
-def test_record_with_a_bad_label_stops_run_with_exit_code_2(photos, run_train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
+def test_record_with_a_bad_label_stops_run_with_exit_code_2(photos, run_train, tmp_path, few_checked_labels, capsys):
     images = [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted((photos / "train").glob("*/*"))]
     (tmp_path / "root").mkdir()
     place = write_records(tmp_path / "root", images, "tfrecord", ([], "int"))
@@ -145,10 +142,9 @@ def test_record_with_a_bad_label_stops_run_with_exit_code_2(photos, run_train, t
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", ["empty", "float"])
 def test_bad_label_among_labels_from_1_is_reported_and_can_be_skipped(
-    photos, run_train, tmp_path, monkeypatch, verify_here, capsys, bad
+    photos, run_train, tmp_path, few_checked_labels, verify_here, capsys, bad
 ):
     """The examples that are read to detect the label offset include the record, but its label is not checked there."""
-    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
     images = [(path.read_bytes(), int(path.parent.name[-1]) + 1) for path in sorted((photos / "train").glob("*/*"))]
     root, bad_list = tmp_path / "root", tmp_path / "bad.txt"
     root.mkdir()
