@@ -149,7 +149,6 @@ def random_parameters(arch, parameters):
     return {name: np.abs(array) if name == "stem.first.lab.bias" else array for name, array in arrays.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", EACH_IN_TIMM)
 def test_conversion_to_timm_is_the_inverse_of_the_conversion(arch):
     parameters, family, random = own(arch), MODELS[arch].module, np.random.default_rng(0)

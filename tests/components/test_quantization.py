@@ -255,15 +255,18 @@ def test_features_are_those_of_the_quantized_network(trained):
 
 
 def test_int8_export_keeps_the_8_bits_of_the_weights(trained, tmp_path):
-    """Without --qat, weights for onnxruntime have 7 bits. The zero points are those of the engine."""
+    """Without --qat, weights for onnxruntime have 7 bits. The zero points are those of the engine. The network for
+    TensorRT reads uint8 images."""
     onnx = pytest.importorskip("onnx")
     checkpoint, _ = trained("--run-scope", "train_only")
     zero_points = {"onnxruntime": {("uint8", 0), ("uint8", 128)}, "tensorrt": {("int8", 0)}}
     for engine, expected in zero_points.items():
-        export.export(checkpoint, tmp_path / engine, int8=engine)
+        export.export(checkpoint, tmp_path / engine, int8=engine, uint8=engine == "tensorrt")
         model = inference.open_model(tmp_path / engine / "model.onnx", "cpu")
         assert model.description["int8"] == {"engine": engine, "weight_bits": 8}
         graph = onnx.load(tmp_path / engine / "model.onnx").graph
+        image_type = onnx.helper.tensor_dtype_to_np_dtype(graph.input[0].type.tensor_type.elem_type)
+        assert image_type == (np.uint8 if engine == "tensorrt" else np.float32)
         constants = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
         weights = [each for each in constants.values() if each.dtype == np.int8 and each.ndim == 4]
         assert max(np.abs(np.int32(each)).max() for each in weights) == 127

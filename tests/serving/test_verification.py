@@ -335,13 +335,17 @@ EVALUATED = {
     "TTA with preprocessing, label offset and unused outputs": "--tta flip --interp lanczos3 --resize-short 44 "
     "--image-shape 3,32,48 --label-offset 1 --num-of-class 5",
 }
-# These cases are soak tests, because other cases contain the same flags.
+# The first cases are part of make test. The others are soak tests, because the first cases contain the same flags.
+COMBINED = ("QAT with all others", "TTA with preprocessing, label offset and unused outputs")
 REPEATED = ("QAT of 20 layers", "QAT in NHWC", "QAT with half-precision images", "EMA with four channels")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in REPEATED)) for name in EVALUATED]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in COMBINED) + [pytest.mark.soak] * (name in REPEATED))
+        for name in EVALUATED
+    ],
 )
 def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_path, capsys, name):
     """A correct checkpoint is accepted, and the same checkpoint with a different recorded loss is rejected. With TTA, a

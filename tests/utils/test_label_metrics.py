@@ -84,6 +84,17 @@ def test_class_without_images_has_no_average_precision_and_default_threshold():
     assert result["map"] == pytest.approx(np.nanmean(result["class_ap"]))
 
 
+def test_macro_averages_include_classes_that_are_predicted_without_images():
+    rows = scores()
+    rows[:, 5 + 2 : 5 + 4] = 0
+    result = evaluate(rows, [0.5, 0.5, 0.5, 2, 0.5])
+    assert result["class_predicted"][2] > 0 == result["class_predicted"][3]
+    for name in ("precision", "recall", "f1"):
+        ratios = np.array(result[f"class_{name}"])
+        assert ratios[2] == ratios[3] == 0
+        assert result[f"{name}_macro"] == pytest.approx(ratios.sum() / 4)
+
+
 def test_nan_ranks_last():
     labels = np.array([True, False, True])
     rows = np.array([[np.nan, 1], [-np.inf, 0], [0, 1]], "float32")

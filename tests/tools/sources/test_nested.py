@@ -30,6 +30,10 @@ LAYOUTS = {
     "images/ in each split": (lambda split, k: f"{split}/images/c{k}", ["c0", "c1", "c2", "c3"]),
     "splits in a folder": (lambda split, k: f"data/{split}/c{k}", ["c0", "c1", "c2", "c3"]),
     "two levels": (lambda split, k: f"{split}/{'ab'[k // 2]}/c{k % 2}", ["a_c0", "a_c1", "b_c0", "b_c1"]),
+    "joined names in another order than the folders": (
+        lambda split, k: f"{split}/{('a-b/c', 'a/z', 'b/x', 'b/y')[k]}",
+        ["a-b_c", "a_z", "b_x", "b_y"],
+    ),
 }
 
 
