@@ -150,7 +150,7 @@ def write_files(tasks: Sequence[tuple[Image, str]]) -> int:
         data = None
         if image.kind is None:
             size = os.path.getsize(image.path)
-        elif image.kind is read_slice:
+        elif image.kind is read_slice and path.lower().endswith(IMAGE_SUFFIXES):
             size = image.place[1]
         else:
             data, extension, _ = prepare(image)
