@@ -9,7 +9,7 @@ from PIL import Image
 
 from paddle_resnet.data.formats import recordio
 
-CLASSES = ["blue", "green", "red"]
+CLASSES = ["blue", "bluegreen", "red"]  # one name contains another
 COUNTS = {"train": 24, "val": 13}
 PATCHES = [((0, 0), (0, 0, 255)), ((0, 16), (0, 255, 0)), ((16, 0), (255, 0, 0))]
 

@@ -153,14 +153,14 @@ def test_classes_of_numbers_without_names_are_numbers(roots, tmp_path):
 
 def test_classes_txt_orders_classes_of_table(roots, tmp_path):
     root = shutil.copytree(roots["jsonl"], tmp_path / "root")
-    (root / "classes.txt").write_text("red\nblue\ngreen\nunused\n")
+    (root / "classes.txt").write_text("red\nblue\nbluegreen\nunused\n")
     found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL)
-    assert found.classes == ["red", "blue", "green", "unused"]
+    assert found.classes == ["red", "blue", "bluegreen", "unused"]
     assert found.numbers[5] == [0, 1]  # image 5 is blue and red
 
 
 def test_classes_of_checkpoint_order_classes(roots):
-    trained = ["red", "unused", "green", "blue"]
+    trained = ["red", "unused", "bluegreen", "blue"]
     for kind in ("csv", "list", "folders"):
         if kind == "csv":
             with pytest.raises(UsageError, match="has no column for the class unused"):
@@ -284,23 +284,23 @@ def test_faults_of_data_set_are_errors(roots, tmp_path):
     (root / "train.jsonl").touch()
     check("train.jsonl also contains the labels")
     (root / "train.jsonl").unlink()
-    (root / "val.csv").write_text("image,blue,green,red,new\nval/00.png,0,0,0,1\n")
+    (root / "val.csv").write_text("image,blue,bluegreen,red,new\nval/00.png,0,0,0,1\n")
     check("the class new is not one of the 3 classes", Mode.EVAL)
-    (root / "val.csv").write_text("image,blue,green\nval/00.png,0,0\n")
+    (root / "val.csv").write_text("image,blue,bluegreen\nval/00.png,0,0\n")
     check("has no column for the class red", Mode.EVAL)
-    (root / "val.csv").write_text("image,blue,green,red\nval/00.png,0,0,0\n")
+    (root / "val.csv").write_text("image,blue,bluegreen,red\nval/00.png,0,0,0\n")
     check("no image of val has a class", Mode.EVAL)
-    (root / "val.csv").write_text("image,blue,green,red\nval/99.png,0,0,1\n")
+    (root / "val.csv").write_text("image,blue,bluegreen,red\nval/99.png,0,0,1\n")
     check("val/99.png is not in", Mode.EVAL)
-    (root / "val.csv").write_text("image,blue,green,red\nval/00.png,0,0,1\nval/99.png,0,0,1\n")
+    (root / "val.csv").write_text("image,blue,bluegreen,red\nval/00.png,0,0,1\nval/99.png,0,0,1\n")
     check("val.csv: val/99.png is missing", Mode.EVAL)
-    (root / "val.csv").write_text(f"image,blue,green,red\n{roots['csv']}/val/00.png,0,0,1\n")
+    (root / "val.csv").write_text(f"image,blue,bluegreen,red\n{roots['csv']}/val/00.png,0,0,1\n")
     check("is outside", Mode.EVAL)
-    (root / "classes.txt").write_text("blue\ngreen|\nred\n")
-    (root / "val.csv").write_text("image,blue,green|,red\nval/00.png,0,0,1\n")
+    (root / "classes.txt").write_text("blue\nbluegreen|\nred\n")
+    (root / "val.csv").write_text("image,blue,bluegreen|,red\nval/00.png,0,0,1\n")
     check("contains |, which separates names".replace("|", r"\|"), Mode.EVAL)
     (root / "classes.txt").unlink()
-    (root / "val.csv").write_text(f"image,blue,green,red\n{roots['csv']}/val/00.png,0,0,1\n")
+    (root / "val.csv").write_text(f"image,blue,bluegreen,red\n{roots['csv']}/val/00.png,0,0,1\n")
     opened = DataRoot(root, allow_outside=True, is_multi_label=True).open(Mode.EVAL, 3, 0)
     assert opened.size == 1
 

@@ -609,6 +609,8 @@ def test_metrics_do_not_depend_on_order_of_epochs():
     run.epochs[0] = {"val.top1": 0.75, "train.loss": 3.0}
     assert run.curve("train.loss") == [(1, 3.0), (3, 1.0)]
     assert (run.last("train.loss"), run.last("val.top1"), run.best()) == (1.0, 0.5, (0, 0.75))
+    run.epochs[2]["train.loss"] = None  # not finite
+    assert run.last("train.loss") is None
 
 
 @pytest.mark.parametrize(
