@@ -193,7 +193,8 @@ def test_documented_commands_run_as_written(tmp_path, is_first):
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
         executed.append(command)
         if done.returncode:
-            failed.append(f"{command}\nexit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
+            logs = "".join(path.read_text()[-2000:] for path in tmp_path.glob("log/workerlog.*"))
+            failed.append(f"{command}\nexit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}\n{logs}")
     assert not failed, "\n\n".join(failed)
     assert len(executed) > 20
 
