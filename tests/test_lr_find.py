@@ -98,10 +98,12 @@ def test_smoothed_curve_is_weighted_mean():
 
 
 def test_curve_of_diverged_search_is_smoothed_like_its_suggestion():
-    rates, losses = synthetic(1000)
+    rates, losses = (values[:800] for values in synthetic(1000))
     curve = lr_curve.analyze(rates, losses, 1000, 1, True, {})
     np.testing.assert_array_equal(curve.smoothed, lr_curve.smooth(losses, 1000))
     assert curve.minimum == pytest.approx(rates[np.argmin(curve.smoothed)], rel=0.05)
+    steepest, wrong = (float(f"{lr_curve.suggest(rates, losses, steps)[0]:.2g}") for steps in (1000, 800))
+    assert curve.steepest == steepest != wrong
 
 
 def test_divergence_is_four_times_minimum_or_not_finite():

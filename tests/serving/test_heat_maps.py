@@ -344,11 +344,11 @@ def squares(tmp_path):
     return tmp_path / "squares"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "scope"),
     [
-        *((Corner, "train_eval"), (Hidden, "eval_only")),
+        (Corner, "train_eval"),
+        pytest.param(Hidden, "eval_only", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.soak) for case in ((Corner, "eval_only"), (Hidden, "train_eval"))),
     ],
 )
