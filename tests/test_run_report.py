@@ -251,6 +251,8 @@ def test_resumed_run_may_be_recorded_under_a_link(tmp_path):
             below.write_text(line("PARAMETER") + line([0]))
             replaced(tmp_path / "o/Tiny/report.json", tmp_path / "output/Tiny")
             replaced(below, tmp_path / "o/Tiny")
+            path.write_text(line("PARAMETER", output_dir=f"{tmp_path}/o", model_arch_name="net.py:Tiny") + line([0]))
+            replaced(path, tmp_path / "output/Tiny")
         # A run from a checkpoint also continues the report of the checkpoint's run.
         checkpoint = SimpleNamespace(folder=tmp_path / target / "Tiny/0", resumes=True)
         replaced(path, tmp_path / "output/Tiny", checkpoint=checkpoint)

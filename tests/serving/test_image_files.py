@@ -77,6 +77,18 @@ def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths,
     assert (row, problem) == (None, f"has probabilities that are not finite in {precision}; {remedy}")
 
 
+def test_features_of_images_that_are_not_finite_are_omitted(checkpoint, photo_paths):
+    features = np.arange(6, dtype=np.float32).reshape(3, 2)
+    features[1, 0] = np.inf
+    description = networks.load_checkpoint(checkpoint).description
+    model = Model("", description, lambda images: [np.ones((3, 3), np.float32), features])
+    batches = image_files.predict_batches(model, photo_paths[:3], 3, "cpu", 1)
+    [(checked, outputs)] = [batch for batch in batches if batch[0]]
+    assert [problem is None for _, problem in checked] == [True, False, True]
+    np.testing.assert_array_equal(outputs[0], np.ones((2, 3)))
+    np.testing.assert_array_equal(outputs[1], features[[0, 2]])
+
+
 def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, photo_paths, tmp_path, monkeypatch):
     data = Path(photo_paths[0]).read_bytes()
     (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])

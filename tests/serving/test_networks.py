@@ -43,7 +43,7 @@ def test_bn_statistics_of_a_checkpoint_must_be_averaged(tmp_path, changes, is_av
 def test_description_of_a_network(tta):
     flags = {"resize_short": 40, "interp": "cubic", "normalize_scale": 1, "normalize_mean": [0], "normalize_std": [1]}
     flags |= {"model_arch_name": "a/net.py:Net", "num_of_class": 5, "data_layout": "NCHW", "dali_device": "gpu"}
-    results = {"top1": 0.5, "top5": 0.75, "loss": 1.5}
+    results = {"top1": 0.5, "top5": 0.75, "map": 0.5, "map_micro": 0.25, "loss": 1.5}
     meta = {"epoch": 3, "classes": ["n01"], "class_names": ["tench"], "evaluated": results | {"images": 9}}
     for crop, recorded in (([32, 32], 32), ([32, 48], [32, 48])):
         options = networks.Options(tta=tta, image_shape=[4, *crop], device="cpu", dali_output_fp16=False, **flags)
@@ -98,6 +98,16 @@ def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monke
         UsageError, match=r"checkpoint: batch_norm_0.w_2 has values that are not finite; choose a differ"
     ):
         export.export(checkpoint, tmp_path / "exported")
+
+
+def test_checkpoint_of_nvidia_example_may_have_four_channels(checkpoint, monkeypatch):
+    (checkpoint / "meta.json").unlink()
+    path = checkpoint / "tiny.pdparams"
+    state = pickle.loads(path.read_bytes())
+    state["conv2d_0.w_0"] = np.pad(state["conv2d_0.w_0"], [(0, 0), (0, 1), (0, 0), (0, 0)])
+    path.write_bytes(pickle.dumps(state, 4))
+    monkeypatch.setattr(networks, "MODELS", {"Tiny": models.MODELS["Tiny"]})
+    assert networks.load_checkpoint(checkpoint).description["arch"] == "Tiny"
 
 
 @pytest.mark.slow

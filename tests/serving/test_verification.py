@@ -398,7 +398,6 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
             verify(change(checkpoint, tmp_path / str(i), **wrong))
 
 
-@pytest.mark.slow
 def test_network_with_one_class_is_verified(one_block, run_train, photos, tmp_path, capsys):
     """Regression test: the export ended with a ValueError, because an image had no second class."""
     for split in ("train", "val"):
