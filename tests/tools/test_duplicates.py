@@ -88,7 +88,6 @@ def test_the_same_file_comes_before_other_images_of_the_same_distance(root, tmp_
     assert [pair.kind for pair in report.pairs if pair.matches == others + 1] == ["same file"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("convert_here")
 def test_labels_of_records_are_known_after_a_comparison_of_features(root, tmp_path):
     data_files.write(root, tmp_path / "records", "tfrecord", 2)
@@ -142,7 +141,6 @@ def test_rounding_errors_do_not_change_the_hash():
     assert len(blank) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("distance", [0, 3, 4, 7, duplicates.MAX_DISTANCE])
 def test_search_finds_the_same_pairs_as_a_comparison_of_all(distance):
     random = np.random.default_rng(0)

@@ -182,7 +182,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_error_of_training_contains_remedy(tmp_path, name):
     build, counts, names = LAYOUTS[name]
