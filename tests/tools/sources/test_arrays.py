@@ -117,6 +117,13 @@ def mnist(compress, separator="-", both=False, folder="", prefix="", transpose=F
     return build
 
 
+def mnist_with_packed_labels(root):
+    mnist(True)(root)
+    for path in root.glob("*-images-*.gz"):
+        put(path.with_suffix(""), gzip.decompress(path.read_bytes()))
+        path.unlink()
+
+
 def stl10(root):
     for split in ("train", "test"):
         images, labels = pixels(split, 96)
@@ -156,6 +163,7 @@ LAYOUTS = {
     "MNIST": (mnist(True), "arrays of MNIST", None, 28, True),
     "MNIST, torchvision": (mnist(True, both=True, folder="MNIST/raw/"), None, None, 28, True),
     "MNIST, Kaggle": (mnist(False, "."), "arrays of MNIST", None, 28, True),
+    "MNIST, labels packed": (mnist_with_packed_labels, "arrays of MNIST", None, 28, True),
     "EMNIST": (mnist(True, prefix="emnist-letters-", transpose=True), "arrays of MNIST", None, 28, True),
     "STL-10": (stl10, "arrays of STL-10", NAMES, 96, False),
     "SVHN": (svhn, "arrays of SVHN", None, 32, False),

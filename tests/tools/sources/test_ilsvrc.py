@@ -274,6 +274,8 @@ def test_validation_alone_is_numbered_by_devkit(tmp_path):
     _, splits, classes = sources.read(tmp_path, options=PART)
     assert (classes, [*splits]) == (WNIDS, ["val"])
     assert colors_match(splits["val"])
+    sources.import_(tmp_path, tmp_path / "x", "folder", options=PART, workers=1)
+    assert sorted(path.name for path in (tmp_path / "x/val").iterdir()) == WNIDS
 
 
 def test_training_alone_is_divided_only_with_val(tmp_path):

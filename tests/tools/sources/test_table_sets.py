@@ -86,6 +86,14 @@ def test_tables_that_are_left_out_are_logged(tmp_path, capsys):
         assert problem in capsys.readouterr().err
 
 
+def test_list_of_train_and_val_is_not_left_out_without_a_list_of_val(tmp_path, capsys):
+    aircraft(tmp_path / "x")
+    for path in (tmp_path / "x/data").glob("images_*_val.txt"):
+        path.rename(path.with_stem(path.stem.replace("val", "test")))
+    error = error_of_import(tmp_path / "x/data", capsys)
+    assert "contains several tables (" in error and "images_variant_trainval.txt" in error
+
+
 def test_list_of_one_kind_of_classes_is_imported_with_its_other_splits(tmp_path, capsys):
     aircraft(tmp_path)
     _, splits, classes = sources.read(tmp_path / "data/images_family_train.txt")

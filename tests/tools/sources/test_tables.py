@@ -107,7 +107,7 @@ def roboflow(root):
 
 def lists(delimiter=" ", header="", labels=str, names=None, base="jpg/", pattern="{}_list.txt"):
     def build(root):
-        flat(root, "jpg" if base else "{}")
+        flat(root, base.rstrip("/\\") or "{}")
         for split in PARTS:
             text = rows(lambda name, k, _: f"{base}{name}.jpg{delimiter}{labels(k)}", (split,))
             put(root / pattern.format(split), header + text)
@@ -169,7 +169,7 @@ LAYOUTS = {
     "Roboflow": (roboflow, BOTH, NAMES),
     "PaddleClas": (lists(names=("flowers_label_list.txt", LABELED)), BOTH, NAMES),
     "PaddleX with labels.txt": (lists(names=("labels.txt", "\n".join(NAMES))), BOTH, NAMES),
-    "list with commas": (lists(", "), BOTH, None),
+    "list with commas": (lists(", ", base="24, 28/"), BOTH, None),
     "list with tabs and names": (lists("\t", labels=NAMES.__getitem__), BOTH, NAMES),
     "list with spaces and names": (lists(labels=lambda k: f"{NAMES[k]} x"), BOTH, [f"{name} x" for name in NAMES]),
     "list with backslashes": (lists(base="jpg\\"), BOTH, None),
@@ -224,6 +224,9 @@ def test_training_reads_lists_with_class_names(tmp_path, name):
         assert numbers.classes == names
         assert len(images) == count
         assert colors_match(images)
+    if name == "PaddleClas":  # the name of one list is enough
+        (tmp_path / "train_list.txt").rename(tmp_path / "train.txt")
+        assert DataRoot(tmp_path).images(Mode.TRAIN)[0].classes == names
 
 
 @pytest.mark.slow
@@ -244,12 +247,21 @@ def test_error_of_training_contains_remedy(tmp_path, capsys, name):
 
 
 def test_file_of_names_may_begin_with_a_class_without_images(tmp_path):
-    """The labels 1 to 4 are not renumbered, because there are five names."""
+    """The labels 1 to 4 are not renumbered, because there are five names, and the first class has folders, too."""
     lists(labels=lambda k: k + 1, names=("labels.txt", "\n".join(["unused", *NAMES])))(tmp_path / "source")
     command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "out"), "--to", "folder"]
     assert dataset.main(command) == 0
     for k, name in enumerate(NAMES):
         assert color_of(next((tmp_path / "out/val" / name).iterdir()).read_bytes()) == k
+    assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == [*NAMES, "unused"]
+
+
+def test_import_with_exchanged_class_names_to_the_same_folder_is_rejected(tmp_path, capsys):
+    LAYOUTS["PaddleX with labels.txt"][0](tmp_path / "x")
+    assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 0
+    put(tmp_path / "x/labels.txt", "\n".join(reversed(NAMES)))
+    assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
+    assert f"--output {tmp_path}/y: contains a conversion with different classes" in capsys.readouterr().err
 
 
 def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
