@@ -22,10 +22,13 @@ def splits(count):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "most", "extremes"),
-    [(4, 4, 1), (5, 4, 1), *(pytest.param(count, 60, 15, marks=pytest.mark.soak) for count in (60, 1000))],
+    [
+        (4, 4, 1),
+        pytest.param(5, 4, 1, marks=pytest.mark.slow),
+        *(pytest.param(count, 60, 15, marks=pytest.mark.soak) for count in (60, 1000)),
+    ],
 )
 def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count, most, extremes):
     data = splits(count)

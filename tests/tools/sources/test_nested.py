@@ -72,7 +72,9 @@ def test_class_depth(tmp_path, capsys, depth, names, labels):
 
 
 def test_folders_without_splits_are_divided(tmp_path):
+    """--class-depth chooses the folders, not the table next to them."""
     write(tmp_path, lambda split, k: FOLDERS[k])
+    put(tmp_path / "train.csv", "file_name,label\nanimal/cat/0.jpg,0\nanimal/dog/0.jpg,1\n")
     _, splits, classes = sources.read(tmp_path, options=Options(class_depth=1, val=0.5))
     assert classes == ["animal", "plant", "tool"]
     assert sum(map(len, splits.values())) == 28

@@ -94,7 +94,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     build, side, given, names = LAYOUTS[name]

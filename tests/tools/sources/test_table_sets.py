@@ -83,7 +83,9 @@ def test_tables_that_are_left_out_are_logged(tmp_path, capsys):
         root = tmp_path / build.__name__
         build(root)
         sources.read(root)
-        assert problem in capsys.readouterr().err
+        log = capsys.readouterr()
+        assert problem in log.err
+        assert (f"{root}: the data set is in {root}/data\n" in log.out) == (build is aircraft)
 
 
 def test_list_of_train_and_val_is_not_left_out_without_a_list_of_val(tmp_path, capsys):

@@ -8,6 +8,7 @@ import pytest
 
 from layouts import color_of, colors_match, error_of_import, error_of_training, image, obey, put
 from paddle_resnet import dataset
+from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
@@ -284,6 +285,9 @@ def test_imported_table_is_a_valid_data_set(tmp_path, capsys, to, name):
         numbers, images = DataRoot(tmp_path / "x").images(mode)
         assert numbers.classes == LAYOUTS[name][2] or numbers.classes in (None, ["0", "1", "2", "3"])
         assert colors_match(images)
+        if to != "folder":  # the order of training images is random
+            in_order = [read_image(image)[1] for image in images] == [2, 0, 3, 1] * (len(images) // 4)
+            assert in_order == (mode is Mode.EVAL)
     assert dataset.main(["verify", str(tmp_path / "x")]) == 0
 
 
@@ -308,10 +312,32 @@ def test_table_is_chosen_by_path_and_columns_by_flags(tmp_path, capsys):
         put(tmp_path / f"{name}.csv", f"photo|owner|kind|label\n{text}")
     table = tmp_path / "b.csv"
     command = ["import", str(table), "--output", str(tmp_path / "x"), "--delimiter", "|", "--image-column", "photo"]
+    assert dataset.main([*command, "--as", "nested"]) == 2
+    assert f"{table}: not a folder; use the folder that contains the data set\n" in capsys.readouterr().err
     assert dataset.main([*command, "--label-column", "kinds"]) == 2
     assert "--label-column kinds: " in capsys.readouterr().err
     assert dataset.main([*command, "--label-column", "kind", "--val", "0.4"]) == 0
     assert f"{tmp_path}/x: 12 train and 8 val images from table" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("table", "--label-index --class-depth"),
+        ("parquet", "--split-column --delimiter --label-index --class-depth"),
+        ("tfrecord", "--split-column --delimiter --class-depth"),
+        ("webdataset", "--image-column --split-column --delimiter --label-index --class-depth"),
+        ("recordio", "--image-column --label-column --split-column --delimiter --class-depth"),
+        ("array", "--image-column --split-column --delimiter --label-index --class-depth"),
+        ("pixels", "--image-column --delimiter --label-index --class-depth"),
+        ("nested", "--image-column --label-column --split-column --delimiter --label-index"),
+        ("filename", "--image-column --label-column --split-column --delimiter --label-index --class-depth"),
+    ],
+)
+def test_flags_that_a_kind_does_not_use_are_rejected(tmp_path, capsys, kind, flags):
+    for flag in flags.split():
+        error = error_of_import(tmp_path, capsys, "--as", kind, flag, "2")
+        assert f"{flag} 2: not supported for {kind}, the kind of {tmp_path}; remove {flag}\n" in error
 
 
 @pytest.mark.parametrize("flag", ["--image-column", "--label-column", "--split-column"])
@@ -375,6 +401,22 @@ def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys)
     _, splits, _ = sources.read(tmp_path)
     assert {split: len(images) for split, images in splits.items()} == BOTH
     assert ": 1 test image left out" in capsys.readouterr().out
+
+
+def test_fraction_for_validation_is_rejected_if_there_are_validation_images(tmp_path, capsys):
+    lists()(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys, "--val", "0.3")
+    assert f"--val 0.3: {tmp_path}/x contains validation images; remove --val\n" in error
+
+
+@pytest.mark.parametrize("label", ["a/b", "..", ".hidden", "@eaDir", "lost+found"])
+def test_class_names_that_cannot_be_folders_are_rejected(tmp_path, capsys, label):
+    lists(labels=[label, *NAMES[1:]].__getitem__)(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys, "--to", "folder")
+    assert f"the class name '{label}' is not a valid name of a class folder; use --to webdataset\n" in error
+    command = ["import", str(tmp_path / "x"), "--output", str(tmp_path / "y"), "--to", "webdataset"]
+    assert dataset.main(command) == 0  # obey the message
+    assert DataRoot(tmp_path / "y").images(Mode.EVAL)[0].classes == sorted([label, *NAMES[1:]])
 
 
 def test_undecodable_image_is_reported_with_remedy(tmp_path, capsys):
