@@ -202,6 +202,7 @@ def test_class_folders_of_arrays(tmp_path, capsys):
     cifar10(tmp_path / "source")
     command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--to", "folder", "--workers", "1"]
     for _ in range(2):
+        (tmp_path / "x/val/ray/000004.png").unlink(missing_ok=True)  # repeating the command adds it
         assert dataset.main(command) == 0
         assert f"{tmp_path}/x: 20 train and 8 val images in 4 classes from array as folder" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "x/val/ray").iterdir()) == ["000000.png", "000004.png"]

@@ -291,6 +291,16 @@ def test_imported_table_is_a_valid_data_set(tmp_path, capsys, to, name):
     assert dataset.main(["verify", str(tmp_path / "x")]) == 0
 
 
+def test_images_with_the_same_name_and_class_are_all_written_to_its_folder(tmp_path):
+    paths = [(k, f"{part}/{k}.jpg") for part in "abc" for k in range(4)]
+    for number, (k, path) in enumerate(paths):
+        put(tmp_path / "x" / path, image(k, number))
+    put(tmp_path / "x/train.csv", "path,label\n" + "".join(f"{path},{k}\n" for k, path in paths))
+    sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
+    written = {file.read_bytes() for file in (tmp_path / "y").glob("*/*/*.jpg")}
+    assert written == {(tmp_path / "x" / path).read_bytes() for _, path in paths}
+
+
 def test_numeric_folders_keep_their_numbers(tmp_path):
     """Sorted by name, folder 10 would precede folder 2."""
     lines = []

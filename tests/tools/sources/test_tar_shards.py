@@ -26,6 +26,18 @@ def test_label_column_of_shards(tmp_path):
         sources.read(tmp_path, options=Options(label_column="name"))
 
 
+def test_images_of_a_changed_shard_are_written_again(tmp_path, capsys):
+    """The size of an image does not show that it has changed."""
+    shards("txt", NAMES.__getitem__)(tmp_path / "x")
+    for text in (b"JFIF", b"JFXX"):
+        path = tmp_path / "x/val-000000.tar"
+        put(path, path.read_bytes().replace(b"JFIF", text))
+        sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
+        written = [*(tmp_path / "y/val").glob("*/*")]
+        assert len(written) == 8 and all(text in file.read_bytes() for file in written)
+    assert f"files in {tmp_path}/x have changed since the conversion began" in capsys.readouterr().err
+
+
 def shard(*files):
     return lambda root: put(root / "train-000000.tar", write_tar(files))
 
