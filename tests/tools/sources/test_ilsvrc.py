@@ -101,6 +101,11 @@ def unpacked_devkit(root):
     put(root / "ILSVRC2012_devkit_t12/data" / ilsvrc.TRUTH, truth())
 
 
+def unpacked_archives(root):
+    flat_with(f"{ilsvrc.DEVKIT}.tar.gz", devkit(), "ILSVRC2012_img_val")(root)
+    (root / "train").rename(root / "ILSVRC2012_img_train")
+
+
 def kaggle(root):
     flat(root / "ILSVRC/Data/CLS-LOC")
     put(root / "ILSVRC/Data/CLS-LOC/test/ILSVRC2012_test_00000001.JPEG", image(0))
@@ -122,6 +127,8 @@ LAYOUTS = {
     "inner archives": (lambda root: inner_tars(root, "."), "."),
     "flat val/ and devkit archive": (flat_with(f"{ilsvrc.DEVKIT}.tar.gz", devkit()), "."),
     "flat val/ and devkit folder": (unpacked_devkit, "."),
+    "folders with the names of the archives": (unpacked_archives, "."),
+    "val/val/": (flat_with("LOC_val_solution.csv", solution(), "val/val"), "."),
     "val/ILSVRC2012_img_val/": (flat_with("LOC_val_solution.csv", solution(), "val/ILSVRC2012_img_val"), "."),
     "Kaggle": (kaggle, "."),
     "Kaggle, ILSVRC/": (kaggle, "ILSVRC"),
@@ -206,6 +213,9 @@ def test_numbers_of_complete_imagenet_are_accepted(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(ilsvrc, "EXPECTED", {"train": 20, "val": 9})
     with pytest.raises(UsageError, match="has 8 of 9 validation images; add"):
+        sources.read(tmp_path)
+    monkeypatch.setattr(ilsvrc, "EXPECTED", {"train": 20, "val": 7})
+    with pytest.raises(UsageError, match="has 8 of 7 validation images; remove the files that are not from ILSVRC2012"):
         sources.read(tmp_path)
 
 
@@ -372,6 +382,14 @@ BAD = {
     "contradiction": (
         replace("LOC_val_solution.csv", solution().replace(WNIDS[2], WNIDS[1])),
         "ILSVRC2012_val_00000001 is n01484850, but n01443537 in ",
+    ),
+    "images and class folders": (
+        flat_with(f"val/{WNIDS[0]}/x.JPEG", image(0)),
+        f"val: contains both images and class folders ({WNIDS[0]}); move the images to class folders",
+    ),
+    "class twice": (
+        replace(ilsvrc.TRAIN_TAR, write_tar([("n01440764.tar", inner_tar(0))] * 2)),
+        "img_train.tar: contains n01440764.tar twice; download the archive again",
     ),
     "solution": (replace("LOC_val_solution.csv", "ImageId,P\nx,n01440764 1\n\ny,dog 1\n"), "line 4 is not IMAGE,WNID"),
     "solution twice": (
