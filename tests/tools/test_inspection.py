@@ -124,7 +124,9 @@ def test_preview_of_every_format_has_class_names(converted, data_format):
     flags, root = [], converted[data_format]
     if data_format == "folder":
         flags, root = ["--data-format", "folder"], converted["filelist"]  # the flag takes precedence over train.txt
-    for _, versions, name in inspection.augmented(root, 12, 1, [*TINY, *flags]):
+    rows = inspection.augmented(root, 12, 1, [*TINY, *flags])
+    assert len({name for *_, name in rows}) == 3  # the images are evenly spaced in the split
+    for _, versions, name in rows:
         assert name.startswith("class") == (data_format != "filelist")
         # The images of class k have a gradient in color channel k.
         assert np.argmax(versions[0].mean(axis=(0, 1))) == int(name.removeprefix("class"))

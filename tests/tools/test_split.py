@@ -167,7 +167,10 @@ NO_CLASSES = "put the images into one folder per class"
         ({"cat": 4}, [], "cat is the only class folder; put the images into one folder per class"),
         ({"a": 2, "val2017": 2}, [], f"val2017: named like splits, not like classes; {NO_CLASSES}, or rename these"),
         ({"a": 2, "Images": 2}, [], "Images: named like splits"),
-        *(({"a": 2, name: 2}, [], f"{name}: named like splits") for name in ("dev", "eval", "Training set", "test.jpg")),
+        *(
+            ({"a": 2, name: 2}, [], f"{name}: named like splits")
+            for name in ("dev", "eval", "Training set", "test.jpg")
+        ),
         ({"a": 2, "train": 2}, [], None),
         ({"valley": 2, "train station": 2, "trainer": 2, "testudo": 2, "image": 2, "imagery": 2}, [], "image: named"),
         ({"valley": 2, "train station": 2, "trainer": 2, "testudo": 2, "imagery": 2}, [], None),

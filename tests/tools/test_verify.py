@@ -83,6 +83,12 @@ def test_failing_images_and_unusual_properties(tmp_path, name):
     assert sorted(properties) == sorted(unusual)
 
 
+def test_name_that_is_not_utf_8_fails(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.jpg")
+    path.write_bytes(JPEG)
+    assert verify.check((ListedImage("x", str(path), 0), None))[0] == "has a name that is not valid UTF-8"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_training_fails_on_the_same_images(parse, tmp_path, name):
@@ -296,6 +302,14 @@ def test_class_only_in_val_fails_verification(photos, tmp_path):
     assert len(verify.verify(tmp_path / "root").errors) == 1
 
 
+def test_empty_class_fails_verification_unless_allowed(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "root")
+    (tmp_path / "root/train/class3").mkdir()
+    [error] = verify.verify(tmp_path / "root").errors
+    assert "train has no images for 1 of 4 classes (class3)" in error
+    assert not verify.verify(tmp_path / "root", allow_empty=True).training_would_fail
+
+
 def test_missing_val_fails_verification_except_for_train_only(photos, tmp_path, capsys):
     root = tmp_path / "root"
     shutil.copytree(photos / "train", root / "train")
@@ -482,3 +496,6 @@ def test_split_that_dali_cannot_read_fails_verification(converted, monkeypatch):
     checked = [("is empty", [], None, 0), (None, [], b"digest", 0)]
     verify._compare_with_dali(root, Mode.TRAIN, "recordio", images, checked, report)
     assert [*report.failing] == ["different"]  # DALI does not read the damaged image
+    report = verify.Report()
+    verify._compare_with_dali(root, Mode.TRAIN, "lmdb", images, checked, report)
+    assert report == verify.Report()  # its reader of LMDBs cannot skip an image

@@ -219,11 +219,11 @@ def test_versions_of_the_same_images(tmp_path):
 
 
 def test_masks_next_to_images_are_left_out(tmp_path, capsys):
-    put_images(tmp_path / "x", "train", lambda k, name: f"a/{NAMES[k]}/images/{name}.jpg")
+    put_images(tmp_path / "x", "train", lambda k, name: f"a/{NAMES[k]}/Images/{name}.jpg")
     put_images(tmp_path / "x", "train", lambda k, name: f"a/{NAMES[3 - k]}/masks/{name}.jpg")
     checked(obey(error_of_training(tmp_path / "x")))
     assert "20 images left out, because a/cock/masks/" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "x/a/cock/images")
+    shutil.rmtree(tmp_path / "x/a/cock/Images")
     put(tmp_path / "x/a/cock/other/0.jpg", image(0))
     assert len(sources.read(tmp_path / "x")[2]) == 8  # images/ is not in all folders, and may be a class
 

@@ -130,6 +130,7 @@ def stl10(root):
         put(root / f"stl10_binary/{split}_X.bin", images.transpose(0, 3, 2, 1).tobytes())
         put(root / f"stl10_binary/{split}_y.bin", (labels + 1).tobytes())
     put(root / "stl10_binary/unlabeled_X.bin", b"x")
+    put(root / ".cache/train_X.bin", b"x")
     put(root / "stl10_binary/class_names.txt", "\n".join(NAMES))
 
 
@@ -316,6 +317,7 @@ BAD = {
         "test_batch: damaged (KeyError: 'labels'); download it again",
     ),
     "batch missing": (removed(FLAT, "data_batch_3"), "has no data_batch_3; download the data set again"),
+    "binary batch missing": (removed(cifar10_binary, "data_batch_3.bin"), "has no data_batch_3.bin; download the data"),
     "no names": (
         changed(FLAT, "batches.meta", lambda _: pickle.dumps({b"x": 1}, 4)),
         "batches.meta: contains no class names; download it again",
@@ -412,5 +414,10 @@ def test_remedy_for_arrays_of_other_types(tmp_path, capsys):
     npz(**arrays)(tmp_path / "x")
     error = error_of_import(tmp_path / "x", capsys)
     assert "; write uint8 values of shape N x HEIGHT x WIDTH x CHANNELS" in error
-    npz(**arrays | {"train_images": np.zeros((4, 8, 8, 3), np.uint8)})(tmp_path / "y")  # obey the message
-    assert len(sources.read(tmp_path / "y")[1]["train"]) == 2
+    for channels, mode in ((1, "L"), (3, "RGB"), (4, "RGBA")):  # obey the message
+        root = tmp_path / mode
+        npz(**arrays | {"train_images": np.zeros((4, 8, 8, channels), np.uint8)})(root)
+        _, splits, _ = sources.read(root)
+        assert len(splits["train"]) == 2
+        with Image.open(io.BytesIO(read_image(splits["train"][0])[0])) as picture:
+            assert picture.mode == mode

@@ -41,6 +41,8 @@ def test_missing_files_are_named(tmp_path, capsys):
         files(tmp_path, names)
     assert len(files(tmp_path, names, allow_partial=True)["train"]) == 5
     assert "7 of 12 files are missing" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="1 of 2 files are missing .val-1-of-2.x."):
+        files(tmp_path / "val", ["train.x", "val-0-of-2.x"])
 
 
 def test_several_data_sets(tmp_path):

@@ -40,8 +40,8 @@ def textures(root):
     """DTD has ten splits into train and test, and a list with all labels of an image."""
     for split in SPLITS:
         put_images(root, split, lambda k, name: f"images/{NAMES[k]}/{name}.jpg")
-        for number in (1, 2, 10):
-            chosen = items(split if number == 1 else "val")
+        for number in (2, 3, 10):
+            chosen = items(split if number == 2 else "val")
             put(root / f"labels/{split}{number}.txt", "\n".join(f"{NAMES[k]}/{name}.jpg" for k, name in chosen))
     put(root / "labels/joint.txt", "".join(f"{NAMES[k]}/{name}.jpg {NAMES[k]} x\n" for k, name in items("train")))
 
@@ -104,6 +104,8 @@ def test_list_of_one_kind_of_classes_is_imported_with_its_other_splits(tmp_path,
     assert tuple(len(splits[split]) for split in SPLITS) == GIVEN
     read = [(color_of(read_image(image)[0]), image.label) for images in splits.values() for image in images]
     assert {*read} == {(0, 0), (1, 1), (2, 2), (3, 2)}
+    error = error_of_import(tmp_path / "data/images_family_val.txt", capsys)
+    assert "contains no training images; import the table of the training images" in error
 
 
 def test_tables_that_contradict_each_other_are_an_error_with_remedy(tmp_path, capsys):

@@ -171,6 +171,7 @@ LAYOUTS = {
     "PaddleClas": (lists(names=("flowers_label_list.txt", LABELED)), BOTH, NAMES),
     "PaddleX with labels.txt": (lists(names=("labels.txt", "\n".join(NAMES))), BOTH, NAMES),
     "list with commas": (lists(", ", base="24, 28/"), BOTH, None),
+    "list with semicolons": (lists(";"), BOTH, None),
     "list with tabs and names": (lists("\t", labels=NAMES.__getitem__), BOTH, NAMES),
     "list with spaces and names": (lists(labels=lambda k: f"{NAMES[k]} x"), BOTH, [f"{name} x" for name in NAMES]),
     "list with backslashes": (lists(base="jpg\\"), BOTH, None),
@@ -488,6 +489,7 @@ BAD = {
         table("id,label\nt0a,a\nt0b,b\nt0c,a|b\n"),
         "line 4: has several labels (a|b); an import has one label per image, so keep one, or train with --multi-label",
     ),
+    "several labels with semicolons": (table("id,label\nt0a,a\nt0b,b\nt0c,a;b\n"), "line 4: has several labels (a;b)"),
     "list of labels": (table("id,label\nt0a,\"['a', 'b']\"\nt0b,b\n"), "line 2: has several labels (['a', 'b'])"),
     "same image at the end of two paths": (
         table("path,label\n/a/t0a.jpg,a\n/b/t0a.jpg,b\n"),
@@ -510,6 +512,14 @@ BAD = {
     "short row": (table("id,label\nt0a,0\nt0b\n"), "line 3 has 1 column instead of 2"),
     "not UTF-8": (table(b"id,label\nt0a,caf\xe9\n"), "line 2 is not UTF-8"),
     "damaged JSON": (table('{"file_name": "t0a.jpg", "label": 1}\n{"file\n', "metadata.jsonl"), "line 2 is not JSON"),
+    "JSON list": (
+        table('{"file_name": "t0a.jpg", "label": 1}\n[1]\n', "metadata.jsonl"),
+        "line 2 is not a JSON object",
+    ),
+    "two files of names": (
+        all_of(image_id, *(table(json.dumps(dict(enumerate([name, *NAMES[1:]]))), f"{name}.json") for name in "ab")),
+        "a.json and b.json contain different class names; keep one of them",
+    ),
     "surrogate": (
         table(
             '{"file_name": "t0a.jpg", "label": "x"}\n{"file_name": "t0b.jpg", "label": "\\ud800"}\n', "metadata.jsonl"
@@ -572,6 +582,43 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     assert dataset.main(command) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("label", "remedy"),
+    [(2, "remove one of the lines\n"), (1, "remove one of the lines, or, if images have several classes, train with")],
+)
+def test_remedy_for_repeated_images_depends_on_their_labels(tmp_path, capsys, label, remedy):
+    extended(image_id, "train.csv", f"t0b.jpg,{label}\n")(tmp_path / "x")
+    assert f"line 22: t0b.jpg is also in {tmp_path}/x/train.csv: line 2; {remedy}" in error_of_import(
+        tmp_path / "x/train.csv", capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "values"), [("test", "01"), ("split", "12"), ("domain", ["eval", "eval"]), ("is_valid", "yn")]
+)
+def test_columns_that_do_not_contain_splits(tmp_path, column, values):
+    flat(tmp_path, splits=("train",))
+    lines = rows(lambda name, k, _: f"{name},{k},{values[k % 2]}", ("train",))
+    put(tmp_path / "data.csv", f"id,label,{column}\n{lines}")
+    _, splits, _ = sources.read(tmp_path)
+    assert {split: len(images) for split, images in splits.items()} == TRAIN
+    assert all(map(colors_match, splits.values()))
+
+
+def test_list_of_partitions_does_not_replace_other_splits(tmp_path):
+    split_column(tmp_path)
+    put(tmp_path / "list_eval_partition.txt", "x.jpg 0\n")
+    assert {split: len(images) for split, images in sources.read(tmp_path)[1].items()} == BOTH
+
+
+def test_table_of_the_other_split_has_a_name_in_camel_case(tmp_path):
+    tsv(tmp_path)
+    for split in PARTS:
+        (tmp_path / f"{split}.tsv").rename(tmp_path / f"{split}Labels.tsv")
+    _, splits, _ = sources.read(tmp_path / "trainLabels.tsv")
+    assert {split: len(images) for split, images in splits.items()} == BOTH
 
 
 def test_data_set_without_a_class_of_two_images_cannot_be_split():
