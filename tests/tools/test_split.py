@@ -206,6 +206,15 @@ def test_class_folder_that_is_not_utf8_is_rejected(source, tmp_path, capsys):
     assert dataset.main(command) == 0
 
 
+def test_other_files_are_listed_if_a_class_has_too_few_images(tmp_path, capsys):
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "0.heic").touch()
+    with pytest.raises(UsageError, match=r"have fewer: a \(0\), b \(0\); add images"):
+        split._list_source(tmp_path)
+    assert "2 entries ignored: 2 .heic (a 1, b 1; for example a/0.heic)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])
 def test_small_classes_are_listed(tmp_path, count, more):
     for i in range(count):

@@ -52,6 +52,10 @@ def test_error_of_training_contains_remedy(tmp_path, capsys):
     folder, names = LAYOUTS["two levels"]
     write(tmp_path / "x", folder)
     assert obeyed_remedy(tmp_path / "x", "class folders one level too deep", COUNTS, capsys)[0] == names
+    assert dataset.main(["info", str(tmp_path / "x")]) == 2
+    assert "x: the train split contains no images; it contains train/a/c0/" in capsys.readouterr().err
+    assert dataset.main(["split", str(tmp_path / "x/train"), "--output", str(tmp_path / "y")]) == 2
+    assert "x/train: the folders contain no images; it contains a/c0/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
