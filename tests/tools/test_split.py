@@ -163,6 +163,7 @@ NO_CLASSES = "put the images into one folder per class"
             ["train/metadata.csv"],
             "test, train: named like splits, not like classes (train/met",
         ),
+        ({"cat": 4}, ["cat/labels.csv"], "cat is the only class folder (cat/labels.csv may contain"),
         ({"images": 4}, ["_classes.csv", "a.csv"], "images is the only class folder (_classes.csv, a.csv may contain"),
         ({"cat": 4}, [], "cat is the only class folder; put the images into one folder per class"),
         ({"a": 2, "val2017": 2}, [], f"val2017: named like splits, not like classes; {NO_CLASSES}, or rename these"),

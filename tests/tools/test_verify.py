@@ -59,6 +59,8 @@ FILES = {
     "empty.jpg": (b"", True, ["0 bytes"]),
     "text.jpg": (b"this is not an image" * 9, True, ["unknown to Pillow"]),
     "half.jpg": (JPEG[: len(JPEG) // 2], True, ["truncated"]),
+    # The comment contains an end-of-image marker, as a thumbnail does.
+    "half_with_comment.jpg": (encoded(comment=b"\xff\xd9")[: len(JPEG) // 2], True, ["truncated"]),
     "header.jpg": (JPEG[:20], True, ["unknown to Pillow"]),
     "half.png": (encoded(kind="PNG")[:3000], True, ["unknown to Pillow"]),
     "cmyk.jpg": (encoded("CMYK"), False, ["CMYK"]),

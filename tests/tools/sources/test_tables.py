@@ -258,12 +258,21 @@ def test_file_of_names_may_begin_with_a_class_without_images(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == [*NAMES, "unused"]
 
 
-def test_import_with_exchanged_class_names_to_the_same_folder_is_rejected(tmp_path, capsys):
+def test_different_import_to_the_same_folder_is_rejected(tmp_path, capsys):
     LAYOUTS["PaddleX with labels.txt"][0](tmp_path / "x")
+    for name in ("a_1", "a_2", "b_1", "b_2"):
+        put(tmp_path / f"named/{name}.jpg", image(0, int(name[2])))
     assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 0
+    convert = ["convert", "--from", str(tmp_path / "y"), "--to", "webdataset", "--output", str(tmp_path / "converted")]
+    assert dataset.main(convert) == 0
     put(tmp_path / "x/labels.txt", "\n".join(reversed(NAMES)))
-    assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
-    assert f"--output {tmp_path}/y: contains a conversion with different classes" in capsys.readouterr().err
+    for source, output, flags, what in (
+        ("x", "y", [], "different classes"),
+        ("named", "y", ["--as", "filename"], "a different --as"),
+        ("x", "converted", [], "a different command"),
+    ):
+        assert dataset.main(["import", str(tmp_path / source), "--output", str(tmp_path / output), *flags]) == 2
+        assert f"--output {tmp_path}/{output}: contains a conversion with {what} " in capsys.readouterr().err
 
 
 def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
@@ -490,6 +499,7 @@ BAD = {
         "line 4: has several labels (a|b); an import has one label per image, so keep one, or train with --multi-label",
     ),
     "several labels with semicolons": (table("id,label\nt0a,a\nt0b,b\nt0c,a;b\n"), "line 4: has several labels (a;b)"),
+    "object as label": (table('id,label\nt0a,"{""x"": 1}"\nt0b,b\n'), 'line 2: has several labels ({"x": 1})'),
     "list of labels": (table("id,label\nt0a,\"['a', 'b']\"\nt0b,b\n"), "line 2: has several labels (['a', 'b'])"),
     "same image at the end of two paths": (
         table("path,label\n/a/t0a.jpg,a\n/b/t0a.jpg,b\n"),
@@ -525,6 +535,10 @@ BAD = {
             '{"file_name": "t0a.jpg", "label": "x"}\n{"file_name": "t0b.jpg", "label": "\\ud800"}\n', "metadata.jsonl"
         ),
         "the class name '\\ud800' is not valid Unicode; correct it",
+    ),
+    "unknown flag": (
+        table("id,label,is_valid\nt0a,0,True\nt0b,1,False\nt0c,1,x\n"),
+        "line 4: 'x' in column is_valid is not a split; write 0, 1, true or false",
     ),
     "unknown split": (table("id,label,split\nt0a,0,train\nt0b,1,later\n"), "line 3: 'later' in column split is not"),
     "two tables": (all_of(image_id, table(TWO, "labels.csv")), "contains several tables (labels.csv, train.csv)"),

@@ -46,7 +46,7 @@ def test_order_of_labels_and_class_names(tmp_path):
     """.cls comes before .json and .txt. Samples of different folders may have the same name."""
     files = []
     for number, k in enumerate((2, 0, 3, 1) * 3):
-        labels = {"cls": str(k), "json": json.dumps({"label": 9}), "txt": "cabd"[k]}
+        labels = {"cls": f"{k}\n", "json": json.dumps({"label": 9}), "txt": "cabd"[k]}
         files += [(f"{number}/0.{kind}", label.encode()) for kind, label in labels.items()]
         files.append((f"{number}/0.JPG", image(k, number)))
     put(tmp_path / "a/train-0.tar", write_tar(files))
@@ -81,6 +81,13 @@ def test_missing_shards_are_accepted_if_allowed(tmp_path, capsys):
         sources.read(tmp_path)
     sources.read(tmp_path, options=Options(allow_partial=True))
     assert "1 shard missing (number 1); only the other shards are imported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [str, lambda k: json.dumps({"class": f" {k} "})])
+def test_json_with_one_label(tmp_path, content):
+    shards("json", content)(tmp_path)
+    _, splits, classes = sources.read(tmp_path)
+    assert classes is None and all(map(colors_match, splits.values()))
 
 
 def gap(root):

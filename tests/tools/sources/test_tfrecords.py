@@ -119,6 +119,12 @@ def test_names_that_are_not_those_of_the_classes_are_not_used(tmp_path, name):
     assert names is None and colors_match(splits["train"])
 
 
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP"])
+def test_images_are_recognized_by_their_content(tmp_path, kind):
+    build(["train.tfrec"], "val.tfrec", lambda k, i: {**kaggle(k, i), "image": (image(k, i, kind), "byte")})(tmp_path)
+    assert colors_match(sources.read(tmp_path)[1]["train"])
+
+
 def test_labels_from_one_are_renumbered(tmp_path, capsys):
     def features(k, i):
         return {"image": (image(k, i), "byte"), "label": (k + 1, "int")}
