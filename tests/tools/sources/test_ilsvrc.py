@@ -4,6 +4,7 @@ label."""
 import io
 import os
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -101,6 +102,18 @@ def unpacked_devkit(root):
     put(root / "ILSVRC2012_devkit_t12/data" / ilsvrc.TRUTH, truth())
 
 
+def official_with_extended_headers(root):
+    official(root)
+    with tarfile.open(root / ilsvrc.VAL_TAR, "w", format=tarfile.PAX_FORMAT) as tar:
+        folder = tarfile.TarInfo("val")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, data in val_images("val/"):
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(data), 1.5  # the extended header contains the fraction of the time
+            tar.addfile(member, io.BytesIO(data))
+
+
 def unpacked_archives(root):
     flat_with(f"{ilsvrc.DEVKIT}.tar.gz", devkit(), "ILSVRC2012_img_val")(root)
     (root / "train").rename(root / "ILSVRC2012_img_train")
@@ -127,6 +140,7 @@ LAYOUTS = {
     "inner archives": (lambda root: inner_tars(root, "."), "."),
     "flat val/ and devkit archive": (flat_with(f"{ilsvrc.DEVKIT}.tar.gz", devkit()), "."),
     "flat val/ and devkit folder": (unpacked_devkit, "."),
+    "archive of a different program": (official_with_extended_headers, "."),
     "folders with the names of the archives": (unpacked_archives, "."),
     "val/val/": (flat_with("LOC_val_solution.csv", solution(), "val/val"), "."),
     "val/ILSVRC2012_img_val/": (flat_with("LOC_val_solution.csv", solution(), "val/ILSVRC2012_img_val"), "."),

@@ -72,8 +72,8 @@ def no_header(name="mnist", transpose=False):
 
 
 def label_at_the_end(root):
-    header = ",".join(f"{i}x{j}" for i in range(8) for j in range(8)) + ",label"
-    write(root / "hmnist_8_8_L.csv", [header], (f"{columns(image)},{k}" for k, image in pictures("train")))
+    header = "source," + ",".join(f"{i}x{j}" for i in range(8) for j in range(8)) + ",label"
+    write(root / "hmnist_8_8_L.csv", [header], (f"x,{columns(image)},{k}" for k, image in pictures("train")))
 
 
 def texts(root):
@@ -89,7 +89,7 @@ LAYOUTS = {
     "sign-language-MNIST": (lambda root: signs(root, "x"), 8, ("train", "val"), None),
     "no names of columns": (no_header(), 8, ("train", "val"), None),
     "EMNIST": (no_header("emnist-letters", True), 8, ("train", "val"), None),
-    "label at the end": (label_at_the_end, 8, None, None),
+    "label at the end, and another column": (label_at_the_end, 8, None, None),
     "labels as text": (texts, 8, None, ["a", "b", "c", "d"]),
 }
 

@@ -109,7 +109,9 @@ def test_number_is_the_label_if_there_is_also_a_name(tmp_path):
     assert names is None and colors_match(splits["train"])
 
 
-@pytest.mark.parametrize("name", [lambda k, i: NAMES[k // 2], lambda k, i: f"{NAMES[k]}{i}"])
+@pytest.mark.parametrize(
+    "name", [lambda k, i: NAMES[k // 2], lambda k, i: f"{NAMES[k]}{i}", lambda k, i: NAMES[(k + (i == 0)) % 4]]
+)
 def test_names_that_are_not_those_of_the_classes_are_not_used(tmp_path, name):
     def features(k, i):
         return {**tensorflow_models(k, i), tfrecord.SYNSET: (name(k, i).encode(), "byte")}
