@@ -175,6 +175,14 @@ def test_class_names_that_consist_of_other_class_names(tmp_path):
     assert len(DataRoot(imported).images(Mode.TRAIN)[0].classes) == 8
 
 
+def test_column_of_masks_is_not_the_column_of_images(tmp_path):
+    build = table("train.csv", "mask,image_id,label\n", lambda k, name: f"m{name}.jpg,{name}.jpg,{NAMES[k]}")
+    build(tmp_path)
+    for _, name in items("train"):
+        put(tmp_path / f"masks/m{name}.jpg", image(7))
+    assert colors_match(sources.read(tmp_path)[1]["train"])
+
+
 def test_labels_in_several_columns(tmp_path, capsys):
     build = table("train.csv", "image_id,variety,label\n", lambda k, name: f"{name}.jpg,x,{NAMES[k]}")
     build(tmp_path / "x")

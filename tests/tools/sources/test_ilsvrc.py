@@ -397,6 +397,14 @@ BAD = {
         replace("LOC_val_solution.csv", solution().replace(WNIDS[2], WNIDS[1])),
         "ILSVRC2012_val_00000001 is n01484850, but n01443537 in ",
     ),
+    "header changed": (
+        replace(ilsvrc.VAL_TAR, write_tar(val_images()).replace(b"val_00000001", b"val_00000009", 1)),
+        "img_val.tar: damaged at its start (bad checksum); download it again",
+    ),
+    "solution with two classes": (
+        replace("LOC_val_solution.csv", f"ImageId,P\nx,{WNIDS[0]} 1 2 3 4 {WNIDS[1]} 5 6 7 8\n"),
+        "line 2 is not IMAGE,WNID",
+    ),
     "images and class folders": (
         flat_with(f"val/{WNIDS[0]}/x.JPEG", image(0)),
         f"val: contains both images and class folders ({WNIDS[0]}); move the images to class folders",

@@ -306,6 +306,9 @@ def test_images_with_the_same_name_and_class_are_all_written_to_its_folder(tmp_p
     for number, (k, path) in enumerate(paths):
         put(tmp_path / "x" / path, image(k, number))
     put(tmp_path / "x/train.csv", "path,label\n" + "".join(f"{path},{k}\n" for k, path in paths))
+    path = tmp_path / "x" / paths[0][1]
+    path.rename(tmp_path / "x/real.jpg")
+    path.symlink_to("../real.jpg")
     sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
     written = {file.read_bytes() for file in (tmp_path / "y").glob("*/*/*.jpg")}
     assert written == {(tmp_path / "x" / path).read_bytes() for _, path in paths}
@@ -412,6 +415,9 @@ def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
     assert sum(map(len, splits.values())) == 20
     assert colors_match(image for images in splits.values() for image in images)
     assert "line 22: gone.jpg is not in" in capsys.readouterr().err
+    put(tmp_path / "train.csv", "image_id,label\ngone.jpg,1\n")
+    with pytest.raises(UsageError, match="none of the images is in .*; use the folder that contains the images"):
+        sources.read(tmp_path / "train.csv", options=Options(allow_partial=True))
 
 
 def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys):
