@@ -312,6 +312,18 @@ def test_empty_class_fails_verification_unless_allowed(photos, tmp_path):
     assert not verify.verify(tmp_path / "root", allow_empty=True).training_would_fail
 
 
+@pytest.mark.parametrize("data_format", ["folder", "recordio"])
+def test_one_class_fails_verification_unless_allowed(photos, tmp_path, data_format):
+    root = tmp_path / "root"
+    for split in ("train", "val"):
+        shutil.copytree(photos / split / "class0", root / split / "class0")
+    if data_format != "folder":
+        data_files.write(root, tmp_path / "records", data_format)
+        root = tmp_path / "records"
+    assert any("--allow-one-class" in error for error in verify.verify(root).errors)
+    assert not verify.verify(root, allow_one_class=True).training_would_fail
+
+
 def test_missing_val_fails_verification_except_for_train_only(photos, tmp_path, capsys):
     root = tmp_path / "root"
     shutil.copytree(photos / "train", root / "train")

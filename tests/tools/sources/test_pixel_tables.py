@@ -299,6 +299,28 @@ def test_long_lines(tmp_path):
             assert picture.size == (side, side)
 
 
+def test_byte_order_mark_semicolons_and_empty_lines(tmp_path):
+    digits(tmp_path)
+    path = tmp_path / "train.csv"
+    text = path.read_text()
+    put(path, "\ufeff" + text.replace(",", ";").replace("\n", "\n\n"))
+    splits = sources.read(path)[1]
+    expected = {(k, pixels.astype(np.uint8).tobytes()) for k, pixels in pictures("train")}
+    found = set()
+    for each in (image for images in splits.values() for image in images):
+        with Image.open(io.BytesIO(read_image(each)[0])) as picture:
+            found.add((each.label, np.asarray(picture).tobytes()))
+    assert found == expected
+
+
+def test_class_without_training_images(tmp_path, capsys):
+    signs(tmp_path / "x")
+    path = tmp_path / "x/sign_mnist_test.csv"
+    put(path, path.read_text().replace("\n3,", "\n5,"))
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "has 1 class with validation images, but without training images (5); add training images" in error
+
+
 def test_table_without_rows(tmp_path, capsys):
     put(tmp_path / "x/a.csv", "label,pixels\n")
     assert "contains no training images; import the folder that contains them" in error_of_import(
