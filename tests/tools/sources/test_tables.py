@@ -429,6 +429,14 @@ def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys)
     assert ": 1 test image left out" in capsys.readouterr().out
 
 
+def test_delimiter_of_lists_is_chosen_by_flag(tmp_path, capsys):
+    lists("|")(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys, "--as", "table")
+    assert "train_list.txt: line 1 is not an image and a label" in error and "choose --delimiter\n" in error
+    _, splits, _ = sources.read(tmp_path / "x", "table", Options(delimiter="|"))  # obey the message
+    assert all(map(colors_match, splits.values()))
+
+
 def test_fraction_for_validation_is_rejected_if_there_are_validation_images(tmp_path, capsys):
     lists()(tmp_path / "x")
     error = error_of_import(tmp_path / "x", capsys, "--val", "0.3")
