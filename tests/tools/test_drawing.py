@@ -77,8 +77,9 @@ def test_balance_of_single_split_can_be_drawn(tmp_path):
     drawing.save(figure, tmp_path / "x.png")
 
 
-def test_class_with_empty_name_has_a_bar(tmp_path):
-    figure = drawing.balance({"val": {"classes": {"": 2, "a": 1}, "sizes": np.array([[40, 30]])}})
+def test_classes_with_empty_and_long_names_have_bars(tmp_path):
+    figure = drawing.balance({"val": {"classes": {"": 2, 41 * "a": 1}, "sizes": np.array([[40, 30]])}})
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["", 39 * "a" + "…"]
     assert [bar.get_width() for bar in figure.axes[0].patches] == [2, 1]
     drawing.save(figure, tmp_path / "x.png")
 

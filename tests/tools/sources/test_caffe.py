@@ -166,7 +166,9 @@ def test_image_without_label_is_named(tmp_path, capsys):
     assert len(sources.read(tmp_path / "y", "lmdb")[1]["train"]) == 11
 
 
-@pytest.mark.parametrize(("stated", "problem"), [(b"12", None), (b"13", "contains 12 images, but num-samples is 13")])
+@pytest.mark.parametrize(
+    ("stated", "problem"), [(b"11", None), (b"12", None), (b"13", "contains 12 images, but num-samples is 13")]
+)
 def test_number_of_samples(tmp_path, capsys, stated, problem):
     about = [("num-samples", stated), ("image-mean", b"x")]
     write_records(tmp_path / "x", lambda number, k, data: [*pairs(number, k, data), *about])

@@ -209,7 +209,7 @@ def test_table_without_known_labels_is_not_ignored(tmp_path, capsys):
     assert colors_match(DataRoot(tmp_path / "x_imported").images(Mode.EVAL)[1])
 
 
-SPELLINGS = [("Cock", "cock"), ("sea_cock", "sea cock"), ("cafe\u0301", "caf\u00e9")]
+SPELLINGS = [("Cock", "cock"), ("st. cock", "st cock"), ("sea_cock", "sea cock"), ("cafe\u0301", "caf\u00e9")]
 
 
 @pytest.mark.parametrize(("first", "second"), SPELLINGS)

@@ -90,6 +90,9 @@ def test_folders_with_images_of_one_class_are_not_guessed(tmp_path):
     write(tmp_path, "{name}_{i}.jpg", ["IMG"])
     assert "put the images into one folder per class" in error_of_training(tmp_path)
     assert "--as" not in error_of_training(tmp_path)
+    put(tmp_path / "x/7.jpg", image(0))
+    with pytest.raises(UsageError, match=r"1 image without a class before a number in the name \(7.jpg\); remove"):
+        sources.read(tmp_path / "x", "filename")
 
 
 # {name: (names of further images, message)}

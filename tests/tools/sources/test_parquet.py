@@ -216,7 +216,8 @@ BAD = {
     "label missing": (unlabeled, "train-00001-of-00002.parquet: row 2 of group 0: label None is not a class"),
     "label out of range": (
         lambda root: hub(root, label=lambda k: k + 2),
-        "train-00000-of-00002.parquet: row 0 of group 0: has label 4, but the data set has only 4 class names",
+        "train-00000-of-00002.parquet: row 0 of group 0: has label 4, but the data set has only 4 class names; "
+        "number the classes from 0, or choose different labels with --label-column",
     ),
     "no images": (paths_only, "row 0 of group 0 contains no image in the column image; write the file again"),
     "no training images": (

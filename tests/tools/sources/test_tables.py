@@ -275,6 +275,13 @@ def test_different_import_to_the_same_folder_is_rejected(tmp_path, capsys):
         assert f"--output {tmp_path}/{output}: contains a conversion with {what} " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["Kaggle id_code,diagnosis", "TSV", "Roboflow"])
+def test_split_names_the_import(tmp_path, capsys, name):
+    LAYOUTS[name][0](tmp_path / "x")
+    assert dataset.main(["split", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
+    assert f"import {tmp_path}/x --output {tmp_path}/x_imported" in capsys.readouterr().err
+
+
 def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
     LAYOUTS["train.txt with names"][0](tmp_path)
     message = error_of_training(tmp_path)
