@@ -71,10 +71,10 @@ LAYOUTS = (
     ),
     Layout(r"CLS-LOC/", "ImageNet as distributed by Kaggle", "ilsvrc"),
     Layout(
-        r"val/(ILSVRC2012_val_\d+\.JPEG|ILSVRC2012_img_val/)",
+        r"(val/)?ILSVRC2012_img_val/|val/(val/|ILSVRC2012_val_\d+\.JPEG)",
         "ImageNet's validation images without class folders",
         "ilsvrc",
-        needs=r"train/n\d{8}/",
+        needs=r"(train|ILSVRC2012_img_train)/n\d{8}/",
     ),
     Layout(r"image_class_labels\.txt", "lists of CUB-200 or NABirds", "table", needs=r"images\.txt"),
     Layout(r"annotations/trainval\.txt", "lists of Oxford-IIIT Pets", "table", needs="images/"),

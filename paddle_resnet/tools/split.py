@@ -94,13 +94,13 @@ def _list_source(source):
         raise UsageError(f"{source}: the folders contain no images; {advice}")
     class_folder.check_utf8(source, images)
     _check_names(source, [*images])
+    class_folder.warn_of_ignored(source, ignored)
     few = [f"{label} ({len(names)})" for label, names in images.items() if len(names) < 2]
     if few:
         raise UsageError(
             f"{source}: each class needs two images, one for train/ and one for val/, but some have fewer: "
             f"{some(few)}; add images, or move these folders elsewhere"
         )
-    class_folder.warn_of_ignored(source, ignored)
     classes.warn_of_background(str(source), images)
     return images
 

@@ -37,15 +37,16 @@ def test_files_that_a_cell_means(search, cell, folder, split, expected):
     assert search.find(cell, folder, split) == expected
 
 
-def test_folders_of_the_split_come_first(tmp_path):
-    for name in ("x/train/0.jpg", "x/test/0.jpg", "x/y/0.jpg"):
+@pytest.mark.parametrize("image", ["0", "test_0"])
+def test_folders_of_the_split_come_first(tmp_path, image):
+    for name in (f"x/train/{image}.jpg", f"x/test/{image}.jpg", f"x/y/{image}.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     search = ImageSearch(str(tmp_path))
-    for split, expected in (("train", "x/train/0.jpg"), ("test", "x/test/0.jpg"), (None, "x/y/0.jpg")):
-        assert search.find("0", "", split) == [expected]
-    assert search.find("0", "", "val") == ["x/test/0.jpg", "x/train/0.jpg", "x/y/0.jpg"]
-    assert ImageSearch(str(tmp_path), most=0).find("0") == []
+    for split, folder in (("train", "x/train"), ("test", "x/test"), (None, "x/y")):
+        assert search.find(image, "", split) == [f"{folder}/{image}.jpg"]
+    assert search.find(image, "", "val") == [f"x/{folder}/{image}.jpg" for folder in ("test", "train", "y")]
+    assert ImageSearch(str(tmp_path), most=0).find(image) == []
 
 
 def test_only_images_are_images(search):

@@ -43,6 +43,7 @@ def test_records_in_json(tmp_path, content, header, rows):
     [
         ({"1": "b", "0": "a"}, (["a", "b"], 0)),
         ({"a": 2, "b": 1}, (["b", "a"], 1)),
+        ({str(i): f"n{i}" for i in range(11)}, ([f"n{i}" for i in range(11)], 0)),
         ({"0": "a", "2": "b"}, None),
         ({"a": 0, "b": 0}, None),
         ({"0": 1.5}, None),

@@ -152,6 +152,9 @@ def test_class_folders_are_not_taken_for_other_layouts(colored, tmp_path, capsys
     assert f"{colored}: {problem} {colored}" in capsys.readouterr().out
     assert dataset.main(["import", str(colored), "--output", str(tmp_path / "imported")]) == 2
     assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {colored}: {problem} {colored}\n"
+    (colored / "val").rename(tmp_path / "val")  # --image-root would not work
+    assert dataset.main(["import", str(colored), "--list"]) == 0
+    assert f"{colored}: not recognized as a data set; choose the kind with --as" in capsys.readouterr().out
 
 
 def test_npz_files_without_images_are_not_a_data_set(tmp_path):

@@ -80,7 +80,7 @@ def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source,
 
 def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
     assert convert.IMAGES_PER_SHARD == 2000
-    partial = files.partial_path(tmp_path / "x" / "convert.json")  # left by a conversion that was killed at its start
+    partial = tmp_path / "x/convert.json.host.1.partial"  # left by a conversion that was killed at its start
     partial.parent.mkdir()
     partial.touch()
     convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1, images_per_shard=15)
@@ -166,11 +166,15 @@ def test_file_list_images_may_have_any_suffix(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(source)
 
 
-def test_skipped_images_are_omitted(photos, tmp_path):
+def test_skipped_images_are_omitted(photos, tmp_path, capsys):
     (tmp_path / "bad.txt").write_text("val/class0/00.jpg\ntrain/class1/01.jpg\n")
     counts = convert.convert(photos, tmp_path / "x", "recordio", workers=1, skip_list=str(tmp_path / "bad.txt"))
     assert counts == {"train": 29, "val": 22}
     assert contents(tmp_path / "x") == contents(photos)[1:]
+    assert "has no images" not in capsys.readouterr().err
+    (tmp_path / "bad.txt").write_text("".join(f"{path.relative_to(photos)}\n" for path in photos.glob("val/class1/*")))
+    convert.convert(photos, tmp_path / "y", "recordio", workers=1, skip_list=str(tmp_path / "bad.txt"))
+    assert "val has no images for 1 of 3 classes (class1); add images" in capsys.readouterr().err
 
 
 def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
@@ -320,7 +324,10 @@ def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_compl
             (output / name).rename(output / f"{name}.partial")
     image = source / "val/class0/00.jpg"
     image.write_bytes(image.read_bytes()[:-3] + b"?\xff\xd9")  # the size is unchanged
+    other = output / ("old_train.rec" if to == "recordio" else "old_train-000000.tar")
+    other.touch()
     convert.convert(source, output, **options)
+    other.unlink()  # the conversion removes only files that it has written
     assert f"--output {output}: files in {source} have changed since the conversion began" in capsys.readouterr().err
     assert contents(output) == contents(source)
     assert len(contents(output, Mode.TRAIN)) == 30

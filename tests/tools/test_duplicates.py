@@ -88,7 +88,6 @@ def test_the_same_file_comes_before_other_images_of_the_same_distance(root, tmp_
     assert [pair.kind for pair in report.pairs if pair.matches == others + 1] == ["same file"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("convert_here")
 def test_labels_of_records_are_known_after_a_comparison_of_features(root, tmp_path):
     data_files.write(root, tmp_path / "records", "tfrecord", 2)
@@ -109,7 +108,10 @@ def test_file_lists_can_be_compared(root):
         paths = sorted((root / name).glob("*/*"))
         lines = [f"{path.relative_to(root)} {'ab'.index(path.parent.name)}\n" for path in paths]
         (root / f"{name}.txt").write_text("".join(lines))
-    assert found(duplicates.by_hash(duplicates.list_images(root))) == EXPECTED
+    images = duplicates.list_images(root)
+    assert found(duplicates.by_hash(images)) == EXPECTED
+    (root / "val/b/3.png").unlink()
+    assert duplicates.by_hash(images).unreadable == {"val/b/3.png": "cannot be read (No such file or directory)"}
 
 
 def test_multi_label_data_sets_can_be_compared(tmp_path, capsys):
@@ -142,7 +144,6 @@ def test_rounding_errors_do_not_change_the_hash():
     assert len(blank) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("distance", [0, 3, 4, 7, duplicates.MAX_DISTANCE])
 def test_search_finds_the_same_pairs_as_a_comparison_of_all(distance):
     random = np.random.default_rng(0)
@@ -217,11 +218,21 @@ def test_distance_0_finds_equal_hashes_only(root, capsys):
     equal = duplicates.by_hash(duplicates.list_images(root), 0)
     assert {pair.val for pair in equal.pairs} <= {pair.val for pair in most.pairs}
     assert {pair.distance for pair in equal.pairs} == {0}
+    distances = [pair.distance for pair in most.pairs if pair.kind == "similar"]
+    assert distances == sorted(distances) and len({*distances}) > 1
     save(root / "val/a/5.png", picture(3).rotate(1))  # at a distance of 4
     for flags, is_found in (([], True), (["--distance", "0"], False)):
         capsys.readouterr()
         assert dataset.main(["duplicates", str(root), *flags]) == 1
         assert ("val/a/5.png" in capsys.readouterr().out) == is_found
+
+
+@pytest.mark.parametrize(("count", "more"), [(50, []), (51, ["1 more pair; use --csv FILE to list all"])])
+def test_only_many_pairs_require_a_table(count, more):
+    pairs = [duplicates.Pair("similar", 1, f"val/{i}", 0, f"train/{i}", 0, 1) for i in range(count)]
+    *shown, summary = duplicates.lines(duplicates.Report({"train": 60, "val": 60}, pairs))
+    assert shown == [*(f"similar 1: val/{i} = train/{i}" for i in range(50)), *more]
+    assert summary == f"{count} of 60 validation images have a duplicate among 60 training images: {count} similar"
 
 
 def test_unreadable_images_are_reported(root, capsys):

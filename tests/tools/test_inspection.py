@@ -55,11 +55,13 @@ def test_preview_of_multi_label_images_names_all_classes(tmp_path, kind):
 
 
 @pytest.mark.parametrize("flags", [[], ["--multi-label"]])
-def test_preview_omits_images_of_the_skip_list(colors, tmp_path, flags):
+def test_preview_omits_undecodable_images_and_those_of_the_skip_list(colors, tmp_path, capsys, flags):
+    (colors / "train/c5/x.png").write_bytes(b"not an image")
     (tmp_path / "skip.txt").write_text("train/c3/x.png\n./train/c8/x.png\n")
     flags = [*TINY, "--num-of-class", "10", *flags, "--skip-list", str(tmp_path / "skip.txt")]
     rows = inspection.augmented(colors, 25, 1, flags)
-    assert [name for *_, name in rows] == [f"c{i}" for i in range(10) if i not in (3, 8)]
+    assert [name for *_, name in rows] == [f"c{i}" for i in range(10) if i not in (3, 5, 8)]
+    assert f"{colors}: omitting 1 of 8 chosen images, which cannot be decoded" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -124,7 +126,9 @@ def test_preview_of_every_format_has_class_names(converted, data_format):
     flags, root = [], converted[data_format]
     if data_format == "folder":
         flags, root = ["--data-format", "folder"], converted["filelist"]  # the flag takes precedence over train.txt
-    for _, versions, name in inspection.augmented(root, 12, 1, [*TINY, *flags]):
+    rows = inspection.augmented(root, 12, 1, [*TINY, *flags])
+    assert len({name for *_, name in rows}) == 3  # the images are evenly spaced in the split
+    for _, versions, name in rows:
         assert name.startswith("class") == (data_format != "filelist")
         # The images of class k have a gradient in color channel k.
         assert np.argmax(versions[0].mean(axis=(0, 1))) == int(name.removeprefix("class"))

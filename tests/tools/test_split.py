@@ -163,10 +163,15 @@ NO_CLASSES = "put the images into one folder per class"
             ["train/metadata.csv"],
             "test, train: named like splits, not like classes (train/met",
         ),
+        ({"cat": 4}, ["cat/labels.csv"], "cat is the only class folder (cat/labels.csv may contain"),
         ({"images": 4}, ["_classes.csv", "a.csv"], "images is the only class folder (_classes.csv, a.csv may contain"),
         ({"cat": 4}, [], "cat is the only class folder; put the images into one folder per class"),
         ({"a": 2, "val2017": 2}, [], f"val2017: named like splits, not like classes; {NO_CLASSES}, or rename these"),
         ({"a": 2, "Images": 2}, [], "Images: named like splits"),
+        *(
+            ({"a": 2, name: 2}, [], f"{name}: named like splits")
+            for name in ("dev", "eval", "Training set", "test.jpg")
+        ),
         ({"a": 2, "train": 2}, [], None),
         ({"valley": 2, "train station": 2, "trainer": 2, "testudo": 2, "image": 2, "imagery": 2}, [], "image: named"),
         ({"valley": 2, "train station": 2, "trainer": 2, "testudo": 2, "imagery": 2}, [], None),
@@ -200,6 +205,15 @@ def test_class_folder_that_is_not_utf8_is_rejected(source, tmp_path, capsys):
     assert "the class folder b'caf\\xe9' is not valid UTF-8; rename the folder" in capsys.readouterr().err
     (tmp_path / "source" / name).rename(tmp_path / "source/café")
     assert dataset.main(command) == 0
+
+
+def test_other_files_are_listed_if_a_class_has_too_few_images(tmp_path, capsys):
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "0.heic").touch()
+    with pytest.raises(UsageError, match=r"have fewer: a \(0\), b \(0\); add images"):
+        split._list_source(tmp_path)
+    assert "2 entries ignored: 2 .heic (a 1, b 1; for example a/0.heic)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])

@@ -59,6 +59,8 @@ FILES = {
     "empty.jpg": (b"", True, ["0 bytes"]),
     "text.jpg": (b"this is not an image" * 9, True, ["unknown to Pillow"]),
     "half.jpg": (JPEG[: len(JPEG) // 2], True, ["truncated"]),
+    # The comment contains an end-of-image marker, as a thumbnail does.
+    "half_with_comment.jpg": (encoded(comment=b"\xff\xd9")[: len(JPEG) // 2], True, ["truncated"]),
     "header.jpg": (JPEG[:20], True, ["unknown to Pillow"]),
     "half.png": (encoded(kind="PNG")[:3000], True, ["unknown to Pillow"]),
     "cmyk.jpg": (encoded("CMYK"), False, ["CMYK"]),
@@ -74,16 +76,28 @@ FILES = {
 }
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_failing_images_and_unusual_properties(tmp_path, name):
+    data, fails, unusual = FILES[name]
+    (tmp_path / name).write_bytes(data)
+    failure, properties, *_ = verify.check((ListedImage(name, str(tmp_path / name), 0), None))
+    assert (failure is not None) == fails
+    assert sorted(properties) == sorted(unusual)
+
+
+def test_name_that_is_not_utf_8_fails(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.jpg")
+    path.write_bytes(JPEG)
+    assert verify.check((ListedImage("x", str(path), 0), None))[0] == "has a name that is not valid UTF-8"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_verify_agrees_with_training_and_lists_unusual_properties(parse, tmp_path, name):
-    data, fails, unusual = FILES[name]
+def test_training_fails_on_the_same_images(parse, tmp_path, name):
+    data, fails, _ = FILES[name]
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / name).write_bytes(data)
-    failure, properties, *_ = verify.check((ListedImage(name, str(tmp_path / "train" / "a" / name), 0), None))
-    assert (failure is not None) == fails
-    assert sorted(properties) == sorted(unusual)
     for mode in Mode:
         try:
             args = parse("--image-root", tmp_path, "--batch-size", "1", "--allow-one-class")
@@ -290,6 +304,26 @@ def test_class_only_in_val_fails_verification(photos, tmp_path):
     assert len(verify.verify(tmp_path / "root").errors) == 1
 
 
+def test_empty_class_fails_verification_unless_allowed(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "root")
+    (tmp_path / "root/train/class3").mkdir()
+    [error] = verify.verify(tmp_path / "root").errors
+    assert "train has no images for 1 of 4 classes (class3)" in error
+    assert not verify.verify(tmp_path / "root", allow_empty=True).training_would_fail
+
+
+@pytest.mark.parametrize("data_format", ["folder", "recordio"])
+def test_one_class_fails_verification_unless_allowed(photos, tmp_path, data_format):
+    root = tmp_path / "root"
+    for split in ("train", "val"):
+        shutil.copytree(photos / split / "class0", root / split / "class0")
+    if data_format != "folder":
+        data_files.write(root, tmp_path / "records", data_format)
+        root = tmp_path / "records"
+    assert any("--allow-one-class" in error for error in verify.verify(root).errors)
+    assert not verify.verify(root, allow_one_class=True).training_would_fail
+
+
 def test_missing_val_fails_verification_except_for_train_only(photos, tmp_path, capsys):
     root = tmp_path / "root"
     shutil.copytree(photos / "train", root / "train")
@@ -317,7 +351,7 @@ def test_copies_in_two_classes_are_reported(photos, tmp_path, capsys, data_forma
     assert f"the same file in two classes: {names}\n" in capsys.readouterr().out
     if data_format == "folder":
         assert names == "train/class0/00.jpg = train/class1/copy.jpg"
-    assert "the same file in train and val" not in report.unusual
+    assert [*report.unusual] == ["the same file in two classes"]  # and no image has a different extension
 
 
 def test_empty_files_are_not_reported_as_copies(photos, tmp_path):
@@ -476,3 +510,6 @@ def test_split_that_dali_cannot_read_fails_verification(converted, monkeypatch):
     checked = [("is empty", [], None, 0), (None, [], b"digest", 0)]
     verify._compare_with_dali(root, Mode.TRAIN, "recordio", images, checked, report)
     assert [*report.failing] == ["different"]  # DALI does not read the damaged image
+    report = verify.Report()
+    verify._compare_with_dali(root, Mode.TRAIN, "lmdb", images, checked, report)
+    assert report == verify.Report()  # its reader of LMDBs cannot skip an image

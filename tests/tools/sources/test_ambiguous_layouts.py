@@ -175,6 +175,14 @@ def test_class_names_that_consist_of_other_class_names(tmp_path):
     assert len(DataRoot(imported).images(Mode.TRAIN)[0].classes) == 8
 
 
+def test_column_of_masks_is_not_the_column_of_images(tmp_path):
+    build = table("train.csv", "mask,image_id,label\n", lambda k, name: f"m{name}.jpg,{name}.jpg,{NAMES[k]}")
+    build(tmp_path)
+    for _, name in items("train"):
+        put(tmp_path / f"masks/m{name}.jpg", image(7))
+    assert colors_match(sources.read(tmp_path)[1]["train"])
+
+
 def test_labels_in_several_columns(tmp_path, capsys):
     build = table("train.csv", "image_id,variety,label\n", lambda k, name: f"{name}.jpg,x,{NAMES[k]}")
     build(tmp_path / "x")
@@ -219,11 +227,11 @@ def test_versions_of_the_same_images(tmp_path):
 
 
 def test_masks_next_to_images_are_left_out(tmp_path, capsys):
-    put_images(tmp_path / "x", "train", lambda k, name: f"a/{NAMES[k]}/images/{name}.jpg")
+    put_images(tmp_path / "x", "train", lambda k, name: f"a/{NAMES[k]}/Images/{name}.jpg")
     put_images(tmp_path / "x", "train", lambda k, name: f"a/{NAMES[3 - k]}/masks/{name}.jpg")
     checked(obey(error_of_training(tmp_path / "x")))
     assert "20 images left out, because a/cock/masks/" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "x/a/cock/images")
+    shutil.rmtree(tmp_path / "x/a/cock/Images")
     put(tmp_path / "x/a/cock/other/0.jpg", image(0))
     assert len(sources.read(tmp_path / "x")[2]) == 8  # images/ is not in all folders, and may be a class
 

@@ -117,12 +117,20 @@ def mnist(compress, separator="-", both=False, folder="", prefix="", transpose=F
     return build
 
 
+def mnist_with_packed_labels(root):
+    mnist(True)(root)
+    for path in root.glob("*-images-*.gz"):
+        put(path.with_suffix(""), gzip.decompress(path.read_bytes()))
+        path.unlink()
+
+
 def stl10(root):
     for split in ("train", "test"):
         images, labels = pixels(split, 96)
         put(root / f"stl10_binary/{split}_X.bin", images.transpose(0, 3, 2, 1).tobytes())
         put(root / f"stl10_binary/{split}_y.bin", (labels + 1).tobytes())
     put(root / "stl10_binary/unlabeled_X.bin", b"x")
+    put(root / ".cache/train_X.bin", b"x")
     put(root / "stl10_binary/class_names.txt", "\n".join(NAMES))
 
 
@@ -156,6 +164,7 @@ LAYOUTS = {
     "MNIST": (mnist(True), "arrays of MNIST", None, 28, True),
     "MNIST, torchvision": (mnist(True, both=True, folder="MNIST/raw/"), None, None, 28, True),
     "MNIST, Kaggle": (mnist(False, "."), "arrays of MNIST", None, 28, True),
+    "MNIST, labels packed": (mnist_with_packed_labels, "arrays of MNIST", None, 28, True),
     "EMNIST": (mnist(True, prefix="emnist-letters-", transpose=True), "arrays of MNIST", None, 28, True),
     "STL-10": (stl10, "arrays of STL-10", NAMES, 96, False),
     "SVHN": (svhn, "arrays of SVHN", None, 32, False),
@@ -194,6 +203,7 @@ def test_class_folders_of_arrays(tmp_path, capsys):
     cifar10(tmp_path / "source")
     command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--to", "folder", "--workers", "1"]
     for _ in range(2):
+        (tmp_path / "x/val/ray/000004.png").unlink(missing_ok=True)  # repeating the command adds it
         assert dataset.main(command) == 0
         assert f"{tmp_path}/x: 20 train and 8 val images in 4 classes from array as folder" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "x/val/ray").iterdir()) == ["000000.png", "000004.png"]
@@ -307,6 +317,7 @@ BAD = {
         "test_batch: damaged (KeyError: 'labels'); download it again",
     ),
     "batch missing": (removed(FLAT, "data_batch_3"), "has no data_batch_3; download the data set again"),
+    "binary batch missing": (removed(cifar10_binary, "data_batch_3.bin"), "has no data_batch_3.bin; download the data"),
     "no names": (
         changed(FLAT, "batches.meta", lambda _: pickle.dumps({b"x": 1}, 4)),
         "batches.meta: contains no class names; download it again",
@@ -403,5 +414,10 @@ def test_remedy_for_arrays_of_other_types(tmp_path, capsys):
     npz(**arrays)(tmp_path / "x")
     error = error_of_import(tmp_path / "x", capsys)
     assert "; write uint8 values of shape N x HEIGHT x WIDTH x CHANNELS" in error
-    npz(**arrays | {"train_images": np.zeros((4, 8, 8, 3), np.uint8)})(tmp_path / "y")  # obey the message
-    assert len(sources.read(tmp_path / "y")[1]["train"]) == 2
+    for channels, mode in ((1, "L"), (3, "RGB"), (4, "RGBA")):  # obey the message
+        root = tmp_path / mode
+        npz(**arrays | {"train_images": np.zeros((4, 8, 8, channels), np.uint8)})(root)
+        _, splits, _ = sources.read(root)
+        assert len(splits["train"]) == 2
+        with Image.open(io.BytesIO(read_image(splits["train"][0])[0])) as picture:
+            assert picture.mode == mode

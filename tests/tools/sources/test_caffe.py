@@ -104,6 +104,12 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     assert message in error_of_import(tmp_path / "x", capsys, "--as", "lmdb")
 
 
+def test_damaged_record_after_others_is_named(tmp_path, capsys):
+    write(tmp_path / "x", lambda k, i: {name: v for name, v in encoded(k, i).items() if name != "label" or i != 1})
+    error = error_of_import(tmp_path / "x", capsys, "--as", "lmdb")
+    assert f"error: {tmp_path}/x/ilsvrc12_train_lmdb: record 00000004_2.jpg " in error
+
+
 def test_remedy_for_pixels_of_other_types(tmp_path, capsys):
     write(tmp_path / "x", lambda k, i: {**raw(k, i), "channels": 2})
     assert "; write encoded images, as `convert_imageset -encoded` does" in error_of_import(tmp_path / "x", capsys)
@@ -128,11 +134,18 @@ def write_records(root, records):
                     transaction.put(key.encode(), value)
 
 
-@pytest.mark.parametrize(("label", "names"), [(str, None), ("abcd".__getitem__, ["a", "b", "c", "d"])])
-def test_pairs_of_image_and_label(tmp_path, label, names):
+@pytest.mark.parametrize(
+    ("word", "label", "names"),
+    [
+        ("image", str, None),
+        ("image", "abcd".__getitem__, ["a", "b", "c", "d"]),
+        ("img", lambda k: f"{'abcd'[k]}\n", ["a", "b", "c", "d"]),
+    ],
+)
+def test_pairs_of_image_and_label(tmp_path, word, label, names):
     write_records(
         tmp_path / "x",
-        lambda number, k, data: [(f"image-{number:09d}", data), (f"label-{number:09d}", label(k).encode())],
+        lambda number, k, data: [(f"{word}-{number:09d}", data), (f"label-{number:09d}", label(k).encode())],
     )
     imported = obey(error_of_training(tmp_path / "x"))
     for mode in Mode:
@@ -153,7 +166,9 @@ def test_image_without_label_is_named(tmp_path, capsys):
     assert len(sources.read(tmp_path / "y", "lmdb")[1]["train"]) == 11
 
 
-@pytest.mark.parametrize(("stated", "problem"), [(b"12", None), (b"13", "contains 12 images, but num-samples is 13")])
+@pytest.mark.parametrize(
+    ("stated", "problem"), [(b"11", None), (b"12", None), (b"13", "contains 12 images, but num-samples is 13")]
+)
 def test_number_of_samples(tmp_path, capsys, stated, problem):
     about = [("num-samples", stated), ("image-mean", b"x")]
     write_records(tmp_path / "x", lambda number, k, data: [*pairs(number, k, data), *about])

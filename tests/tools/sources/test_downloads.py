@@ -94,6 +94,8 @@ def tiny_imagenet(root):
     put_images(root, "val", lambda k, name: f"val/images/{name}.JPEG")
     for wnid in ids:
         put(root / f"train/{wnid}/{wnid}_boxes.txt", "x.JPEG\t0\t0\t62\t62\n")
+    for name in ("._0.JPEG", "notes.txt"):
+        put(root / f"train/{ids[0]}/images/{name}", "x")
     lines = (f"{name}.JPEG\t{ids[k]}\t0\t0\t62\t62\n" for k, name in items("val"))
     put(root / "val/val_annotations.txt", "".join(lines))
     put(root / "wnids.txt", "\n".join(reversed(ids)))
@@ -182,7 +184,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_error_of_training_contains_remedy(tmp_path, name):
     build, counts, names = LAYOUTS[name]
@@ -208,7 +209,7 @@ def test_table_without_known_labels_is_not_ignored(tmp_path, capsys):
     assert colors_match(DataRoot(tmp_path / "x_imported").images(Mode.EVAL)[1])
 
 
-SPELLINGS = [("Cock", "cock"), ("sea_cock", "sea cock"), ("cafe\u0301", "caf\u00e9")]
+SPELLINGS = [("Cock", "cock"), ("st. cock", "st cock"), ("sea_cock", "sea cock"), ("cafe\u0301", "caf\u00e9")]
 
 
 @pytest.mark.parametrize(("first", "second"), SPELLINGS)
@@ -252,6 +253,13 @@ def test_data_sets_without_classes_are_described(tmp_path, capsys, folders, file
     assert what in error_of_import(tmp_path / "x", capsys)
     assert dataset.main(["import", str(tmp_path / "x"), "--list"]) == 0
     assert what in capsys.readouterr().out
+
+
+def test_path_of_a_different_computer_is_reported(tmp_path, capsys):
+    elsewhere("/home/x/data")(tmp_path)
+    sources.read(tmp_path)
+    problem = "/home/x/data/pictures/ray/000b.jpg is not on this computer, so pictures/ray/000b.jpg in"
+    assert capsys.readouterr().err.count(problem) == 1
 
 
 def test_images_next_to_the_splits_are_counted(tmp_path, capsys):

@@ -67,13 +67,32 @@ def test_images_without_a_class_are_named_if_left_out(tmp_path, capsys):
     dogs_vs_cats(tmp_path)
     sources.read(tmp_path, "filename")
     log = capsys.readouterr()
+    assert "differ only in their spelling" not in log.err
     assert "3 images without a class in the name left out (test1/0.jpg, test1/1.jpg, test1/2.jpg)" in log.out + log.err
+
+
+def test_names_of_classes_that_differ_in_spelling_are_reported(tmp_path, capsys):
+    write(tmp_path, "{name}_{i}.jpg", ["Cat", "cat"])
+    assert sources.read(tmp_path, "filename")[2] == ["Cat", "cat"]
+    assert "the labels Cat and cat differ only in their spelling" in capsys.readouterr().err
+
+
+def test_innermost_folder_determines_the_split(tmp_path):
+    write(tmp_path, "test set/{split}/{name}_{i}.jpg", ["a", "b"], (("train", 0, 5), ("val", 50, 2)))
+    put(tmp_path / "train/c/a_99.jpg", image(0, 99))
+    assert {split: len(images) for split, images in sources.read(tmp_path, "filename")[1].items()} == {
+        "train": 11,
+        "val": 4,
+    }
 
 
 def test_folders_with_images_of_one_class_are_not_guessed(tmp_path):
     write(tmp_path, "{name}_{i}.jpg", ["IMG"])
     assert "put the images into one folder per class" in error_of_training(tmp_path)
     assert "--as" not in error_of_training(tmp_path)
+    put(tmp_path / "x/7.jpg", image(0))
+    with pytest.raises(UsageError, match=r"1 image without a class before a number in the name \(7.jpg\); remove"):
+        sources.read(tmp_path / "x", "filename")
 
 
 # {name: (names of further images, message)}

@@ -4,6 +4,7 @@ label."""
 import io
 import os
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -101,6 +102,23 @@ def unpacked_devkit(root):
     put(root / "ILSVRC2012_devkit_t12/data" / ilsvrc.TRUTH, truth())
 
 
+def official_with_extended_headers(root):
+    official(root)
+    with tarfile.open(root / ilsvrc.VAL_TAR, "w", format=tarfile.PAX_FORMAT) as tar:
+        folder = tarfile.TarInfo("val")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, data in val_images("val/"):
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(data), 1.5  # the extended header contains the fraction of the time
+            tar.addfile(member, io.BytesIO(data))
+
+
+def unpacked_archives(root):
+    flat_with(f"{ilsvrc.DEVKIT}.tar.gz", devkit(), "ILSVRC2012_img_val")(root)
+    (root / "train").rename(root / "ILSVRC2012_img_train")
+
+
 def kaggle(root):
     flat(root / "ILSVRC/Data/CLS-LOC")
     put(root / "ILSVRC/Data/CLS-LOC/test/ILSVRC2012_test_00000001.JPEG", image(0))
@@ -122,6 +140,9 @@ LAYOUTS = {
     "inner archives": (lambda root: inner_tars(root, "."), "."),
     "flat val/ and devkit archive": (flat_with(f"{ilsvrc.DEVKIT}.tar.gz", devkit()), "."),
     "flat val/ and devkit folder": (unpacked_devkit, "."),
+    "archive of a different program": (official_with_extended_headers, "."),
+    "folders with the names of the archives": (unpacked_archives, "."),
+    "val/val/": (flat_with("LOC_val_solution.csv", solution(), "val/val"), "."),
     "val/ILSVRC2012_img_val/": (flat_with("LOC_val_solution.csv", solution(), "val/ILSVRC2012_img_val"), "."),
     "Kaggle": (kaggle, "."),
     "Kaggle, ILSVRC/": (kaggle, "ILSVRC"),
@@ -207,6 +228,9 @@ def test_numbers_of_complete_imagenet_are_accepted(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(ilsvrc, "EXPECTED", {"train": 20, "val": 9})
     with pytest.raises(UsageError, match="has 8 of 9 validation images; add"):
         sources.read(tmp_path)
+    monkeypatch.setattr(ilsvrc, "EXPECTED", {"train": 20, "val": 7})
+    with pytest.raises(UsageError, match="has 8 of 7 validation images; remove the files that are not from ILSVRC2012"):
+        sources.read(tmp_path)
 
 
 @pytest.mark.parametrize("to", ["webdataset", "folder"])
@@ -274,6 +298,8 @@ def test_validation_alone_is_numbered_by_devkit(tmp_path):
     _, splits, classes = sources.read(tmp_path, options=PART)
     assert (classes, [*splits]) == (WNIDS, ["val"])
     assert colors_match(splits["val"])
+    sources.import_(tmp_path, tmp_path / "x", "folder", options=PART, workers=1)
+    assert sorted(path.name for path in (tmp_path / "x/val").iterdir()) == WNIDS
 
 
 def test_training_alone_is_divided_only_with_val(tmp_path):
@@ -370,6 +396,22 @@ BAD = {
     "contradiction": (
         replace("LOC_val_solution.csv", solution().replace(WNIDS[2], WNIDS[1])),
         "ILSVRC2012_val_00000001 is n01484850, but n01443537 in ",
+    ),
+    "header changed": (
+        replace(ilsvrc.VAL_TAR, write_tar(val_images()).replace(b"val_00000001", b"val_00000009", 1)),
+        "img_val.tar: damaged at its start (bad checksum); download it again",
+    ),
+    "solution with two classes": (
+        replace("LOC_val_solution.csv", f"ImageId,P\nx,{WNIDS[0]} 1 2 3 4 {WNIDS[1]} 5 6 7 8\n"),
+        "line 2 is not IMAGE,WNID",
+    ),
+    "images and class folders": (
+        flat_with(f"val/{WNIDS[0]}/x.JPEG", image(0)),
+        f"val: contains both images and class folders ({WNIDS[0]}); move the images to class folders",
+    ),
+    "class twice": (
+        replace(ilsvrc.TRAIN_TAR, write_tar([("n01440764.tar", inner_tar(0))] * 2)),
+        "img_train.tar: contains n01440764.tar twice; download the archive again",
     ),
     "solution": (replace("LOC_val_solution.csv", "ImageId,P\nx,n01440764 1\n\ny,dog 1\n"), "line 4 is not IMAGE,WNID"),
     "solution twice": (

@@ -26,10 +26,12 @@ def write(root, folder, splits=("train", "val")):
                 put(root / folder(split, k) / f"{i}.jpg", image(k, i))
 
 
+CLASSES = ["bus", "car", "ship", "train"]
 LAYOUTS = {
     "images/ in each split": (lambda split, k: f"{split}/images/c{k}", ["c0", "c1", "c2", "c3"]),
     "splits in a folder": (lambda split, k: f"data/{split}/c{k}", ["c0", "c1", "c2", "c3"]),
     "two levels": (lambda split, k: f"{split}/{'ab'[k // 2]}/c{k % 2}", ["a_c0", "a_c1", "b_c0", "b_c1"]),
+    "class with the name of a split": (lambda split, k: f"{split}/{CLASSES[k]}", CLASSES),
     "joined names in another order than the folders": (
         lambda split, k: f"{split}/{('a-b/c', 'a/z', 'b/x', 'b/y')[k]}",
         ["a-b_c", "a_z", "b_x", "b_y"],
@@ -52,6 +54,10 @@ def test_error_of_training_contains_remedy(tmp_path, capsys):
     folder, names = LAYOUTS["two levels"]
     write(tmp_path / "x", folder)
     assert obeyed_remedy(tmp_path / "x", "class folders one level too deep", COUNTS, capsys)[0] == names
+    assert dataset.main(["info", str(tmp_path / "x")]) == 2
+    assert "x: the train split contains no images; it contains train/a/c0/" in capsys.readouterr().err
+    assert dataset.main(["split", str(tmp_path / "x/train"), "--output", str(tmp_path / "y")]) == 2
+    assert "x/train: the folders contain no images; it contains a/c0/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -72,11 +78,18 @@ def test_class_depth(tmp_path, capsys, depth, names, labels):
 
 
 def test_folders_without_splits_are_divided(tmp_path):
+    """--class-depth chooses the folders, not the table next to them."""
     write(tmp_path, lambda split, k: FOLDERS[k])
+    put(tmp_path / "train.csv", "file_name,label\nanimal/cat/0.jpg,0\nanimal/dog/0.jpg,1\n")
     _, splits, classes = sources.read(tmp_path, options=Options(class_depth=1, val=0.5))
     assert classes == ["animal", "plant", "tool"]
     assert sum(map(len, splits.values())) == 28
     assert abs(len(splits["train"]) - 14) <= 2
+
+
+def test_class_may_have_the_name_of_a_folder_of_images(tmp_path):
+    write(tmp_path, lambda split, k: ["Images", "cat", "dog", "ox"][k])
+    assert sources.read(tmp_path, "nested")[2] == ["Images", "cat", "dog", "ox"]
 
 
 def test_links_to_folders_above_are_not_followed(tmp_path):
@@ -143,6 +156,11 @@ BAD = {
         lambda split, k: f"{split}/{'ab'[k // 2]}/{k if split == 'train' else k // 2}",
         (),
         "has 1 class without training images (b/1); add training images, or remove these folders",
+    ),
+    "no class folders": (
+        lambda split, k: f"{split}",
+        (),
+        "contains images outside class folders; put the images into one folder per class",
     ),
     "equal names": (
         lambda split, k: f"{split}/{('a/b_c', 'a_b/c', 'd/e', 'f/g')[k]}",

@@ -72,6 +72,12 @@ def test_lists_of_mmpretrain_are_not_taken_for_food(tmp_path, text):
     assert official.food(str(tmp_path)) == []
 
 
+def test_damaged_list_of_tiny_imagenet_is_rejected(tmp_path):
+    put(tmp_path / "val/val_annotations.txt", "a.JPEG\tn01443530\nb.JPEG\tn01443530\t0\n")
+    with pytest.raises(UsageError, match="val_annotations.txt: line 2 is not an image, a WordNet id and a box; downl"):
+        official.tiny_imagenet(str(tmp_path))
+
+
 def write_lines(path, lines):
     put(path, "".join(f"{line}\n" for line in lines))
 

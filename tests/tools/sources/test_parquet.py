@@ -78,10 +78,15 @@ def test_labels_of_test_images(tmp_path, capsys):
     hub(tmp_path / "y")
     write(tmp_path / "y/data/test-00000-of-00001.parquet", table(rows(1, 50), label=lambda _: -1))
     assert {split: len(images) for split, images in sources.read(tmp_path / "y")[1].items()} == COUNTS
-    write(tmp_path / "z/train.parquet", table(rows(5)))
-    write(tmp_path / "z/test.parquet", table(rows(1, 50), label=lambda _: -1))
-    assert {split: len(images) for split, images in sources.read(tmp_path / "z")[1].items()} == {"train": 16, "val": 4}
-    assert "4 test images left out, because they have no label" in capsys.readouterr().out
+    for split, label in (("test", -1), ("validation", None)):
+        write(tmp_path / split / "train.parquet", table(rows(5)))
+        write(tmp_path / split / f"{split}.parquet", table(rows(1, 50), label=lambda _, label=label: label))
+        _, splits, _ = sources.read(tmp_path / split)
+        assert {split: len(images) for split, images in splits.items()} == {"train": 16, "val": 4}
+        assert (
+            f"4 {split[:4].replace('vali', 'val')} images left out, because they have no label"
+            in capsys.readouterr().out
+        )
 
 
 @pytest.mark.parametrize(("label", "expected"), [(NAMES.__getitem__, NAMES), (lambda k: k, None)])
@@ -211,7 +216,8 @@ BAD = {
     "label missing": (unlabeled, "train-00001-of-00002.parquet: row 2 of group 0: label None is not a class"),
     "label out of range": (
         lambda root: hub(root, label=lambda k: k + 2),
-        "train-00000-of-00002.parquet: row 0 of group 0: has label 4, but the data set has only 4 class names",
+        "train-00000-of-00002.parquet: row 0 of group 0: has label 4, but the data set has only 4 class names; "
+        "number the classes from 0, or choose different labels with --label-column",
     ),
     "no images": (paths_only, "row 0 of group 0 contains no image in the column image; write the file again"),
     "no training images": (

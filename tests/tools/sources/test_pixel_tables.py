@@ -72,8 +72,8 @@ def no_header(name="mnist", transpose=False):
 
 
 def label_at_the_end(root):
-    header = ",".join(f"{i}x{j}" for i in range(8) for j in range(8)) + ",label"
-    write(root / "hmnist_8_8_L.csv", [header], (f"{columns(image)},{k}" for k, image in pictures("train")))
+    header = "source," + ",".join(f"{i}x{j}" for i in range(8) for j in range(8)) + ",label"
+    write(root / "hmnist_8_8_L.csv", [header], (f"x,{columns(image)},{k}" for k, image in pictures("train")))
 
 
 def texts(root):
@@ -89,12 +89,11 @@ LAYOUTS = {
     "sign-language-MNIST": (lambda root: signs(root, "x"), 8, ("train", "val"), None),
     "no names of columns": (no_header(), 8, ("train", "val"), None),
     "EMNIST": (no_header("emnist-letters", True), 8, ("train", "val"), None),
-    "label at the end": (label_at_the_end, 8, None, None),
+    "label at the end, and another column": (label_at_the_end, 8, None, None),
     "labels as text": (texts, 8, None, ["a", "b", "c", "d"]),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     build, side, given, names = LAYOUTS[name]
@@ -298,6 +297,28 @@ def test_long_lines(tmp_path):
         assert len(images) == 4
         with Image.open(io.BytesIO(read_image(next(iter(images)))[0])) as picture:
             assert picture.size == (side, side)
+
+
+def test_byte_order_mark_semicolons_and_empty_lines(tmp_path):
+    digits(tmp_path)
+    path = tmp_path / "train.csv"
+    text = path.read_text()
+    put(path, "\ufeff" + text.replace(",", ";").replace("\n", "\n\n"))
+    splits = sources.read(path)[1]
+    expected = {(k, pixels.astype(np.uint8).tobytes()) for k, pixels in pictures("train")}
+    found = set()
+    for each in (image for images in splits.values() for image in images):
+        with Image.open(io.BytesIO(read_image(each)[0])) as picture:
+            found.add((each.label, np.asarray(picture).tobytes()))
+    assert found == expected
+
+
+def test_class_without_training_images(tmp_path, capsys):
+    signs(tmp_path / "x")
+    path = tmp_path / "x/sign_mnist_test.csv"
+    put(path, path.read_text().replace("\n3,", "\n5,"))
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "has 1 class with validation images, but without training images (5); add training images" in error
 
 
 def test_table_without_rows(tmp_path, capsys):

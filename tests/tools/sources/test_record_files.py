@@ -146,7 +146,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_error_of_training_contains_remedy(tmp_path, name):
     build, counts, names = LAYOUTS[name]
@@ -212,6 +211,14 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     (file,) = (path for path in (tmp_path / "x").iterdir() if path.suffix in (".json", ".mat"))
     error = error_of_import(file, capsys)
     assert message in error
+
+
+def test_file_of_names_determines_the_order_of_classes(tmp_path):
+    with_names({str(i): name for i, name in enumerate(reversed(NAMES))})(tmp_path)
+    put(tmp_path / "train.csv", "image_id,label\n" + "".join(f"{name}.jpg,{NAMES[k]}\n" for k, name in items("train")))
+    _, splits, names = sources.read(tmp_path)
+    assert names == NAMES[::-1]
+    assert all(color_of(read_image(image)[0]) == 3 - image.label for images in splits.values() for image in images)
 
 
 def test_images_at_any_depth_below_a_table(tmp_path):

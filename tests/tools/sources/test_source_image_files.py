@@ -14,13 +14,14 @@ pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 
 def test_images_of_other_formats_become_png(tmp_path, capsys):
     """GTSRB has .ppm files."""
+    endings = {"train": "ppm", "val": "PPM"}
     for split in SPLITS:
         for k, name in items(split):
             out = io.BytesIO()
             with Picture.open(io.BytesIO(image(k, int(name[:3]), "PNG"))) as picture:
                 picture.save(out, "PPM")
-            put(tmp_path / f"x/Images/{name}.ppm", out.getvalue())
-    lines = (f"{name}.ppm;{k};{split}\n" for split in SPLITS for k, name in items(split))
+            put(tmp_path / f"x/Images/{name}.{endings[split]}", out.getvalue())
+    lines = (f"{name}.{endings[split]};{k};{split}\n" for split in SPLITS for k, name in items(split))
     put(tmp_path / "x/labels.csv", "Filename;ClassId;split\n" + "".join(lines))
     imported = obey(error_of_training(tmp_path / "x"))
     for mode, count in zip(Mode, GIVEN, strict=True):

@@ -41,6 +41,10 @@ def test_missing_files_are_named(tmp_path, capsys):
         files(tmp_path, names)
     assert len(files(tmp_path, names, allow_partial=True)["train"]) == 5
     assert "7 of 12 files are missing" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="3 of 4 files are missing .train-0-of-4.x, train-1-of-4.x, train-2-of-4.x."):
+        files(tmp_path / "last", ["train-3-of-4.x"])
+    with pytest.raises(UsageError, match="1 of 2 files are missing .val-1-of-2.x."):
+        files(tmp_path / "val", ["train.x", "val-0-of-2.x"])
 
 
 def test_several_data_sets(tmp_path):

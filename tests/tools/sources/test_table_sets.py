@@ -40,8 +40,8 @@ def textures(root):
     """DTD has ten splits into train and test, and a list with all labels of an image."""
     for split in SPLITS:
         put_images(root, split, lambda k, name: f"images/{NAMES[k]}/{name}.jpg")
-        for number in (1, 2, 10):
-            chosen = items(split if number == 1 else "val")
+        for number in (2, 3, 10):
+            chosen = items(split if number == 2 else "val")
             put(root / f"labels/{split}{number}.txt", "\n".join(f"{NAMES[k]}/{name}.jpg" for k, name in chosen))
     put(root / "labels/joint.txt", "".join(f"{NAMES[k]}/{name}.jpg {NAMES[k]} x\n" for k, name in items("train")))
 
@@ -83,7 +83,17 @@ def test_tables_that_are_left_out_are_logged(tmp_path, capsys):
         root = tmp_path / build.__name__
         build(root)
         sources.read(root)
-        assert problem in capsys.readouterr().err
+        log = capsys.readouterr()
+        assert problem in log.err
+        assert (f"{root}: the data set is in {root}/data\n" in log.out) == (build is aircraft)
+
+
+def test_list_of_train_and_val_is_not_left_out_without_a_list_of_val(tmp_path, capsys):
+    aircraft(tmp_path / "x")
+    for path in (tmp_path / "x/data").glob("images_*_val.txt"):
+        path.rename(path.with_stem(path.stem.replace("val", "test")))
+    error = error_of_import(tmp_path / "x/data", capsys)
+    assert "contains several tables (" in error and "images_variant_trainval.txt" in error
 
 
 def test_list_of_one_kind_of_classes_is_imported_with_its_other_splits(tmp_path, capsys):
@@ -94,6 +104,8 @@ def test_list_of_one_kind_of_classes_is_imported_with_its_other_splits(tmp_path,
     assert tuple(len(splits[split]) for split in SPLITS) == GIVEN
     read = [(color_of(read_image(image)[0]), image.label) for images in splits.values() for image in images]
     assert {*read} == {(0, 0), (1, 1), (2, 2), (3, 2)}
+    error = error_of_import(tmp_path / "data/images_family_val.txt", capsys)
+    assert "contains no training images; import the table of the training images" in error
 
 
 def test_tables_that_contradict_each_other_are_an_error_with_remedy(tmp_path, capsys):

@@ -8,6 +8,7 @@ import pytest
 
 from layouts import color_of, colors_match, error_of_import, error_of_training, image, obey, put
 from paddle_resnet import dataset
+from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
@@ -107,7 +108,7 @@ def roboflow(root):
 
 def lists(delimiter=" ", header="", labels=str, names=None, base="jpg/", pattern="{}_list.txt"):
     def build(root):
-        flat(root, "jpg" if base else "{}")
+        flat(root, base.rstrip("/\\") or "{}")
         for split in PARTS:
             text = rows(lambda name, k, _: f"{base}{name}.jpg{delimiter}{labels(k)}", (split,))
             put(root / pattern.format(split), header + text)
@@ -169,7 +170,8 @@ LAYOUTS = {
     "Roboflow": (roboflow, BOTH, NAMES),
     "PaddleClas": (lists(names=("flowers_label_list.txt", LABELED)), BOTH, NAMES),
     "PaddleX with labels.txt": (lists(names=("labels.txt", "\n".join(NAMES))), BOTH, NAMES),
-    "list with commas": (lists(", "), BOTH, None),
+    "list with commas": (lists(", ", base="24, 28/"), BOTH, None),
+    "list with semicolons": (lists(";"), BOTH, None),
     "list with tabs and names": (lists("\t", labels=NAMES.__getitem__), BOTH, NAMES),
     "list with spaces and names": (lists(labels=lambda k: f"{NAMES[k]} x"), BOTH, [f"{name} x" for name in NAMES]),
     "list with backslashes": (lists(base="jpg\\"), BOTH, None),
@@ -224,6 +226,9 @@ def test_training_reads_lists_with_class_names(tmp_path, name):
         assert numbers.classes == names
         assert len(images) == count
         assert colors_match(images)
+    if name == "PaddleClas":  # the name of one list is enough
+        (tmp_path / "train_list.txt").rename(tmp_path / "train.txt")
+        assert DataRoot(tmp_path).images(Mode.TRAIN)[0].classes == names
 
 
 @pytest.mark.slow
@@ -244,12 +249,37 @@ def test_error_of_training_contains_remedy(tmp_path, capsys, name):
 
 
 def test_file_of_names_may_begin_with_a_class_without_images(tmp_path):
-    """The labels 1 to 4 are not renumbered, because there are five names."""
+    """The labels 1 to 4 are not renumbered, because there are five names, and the first class has folders, too."""
     lists(labels=lambda k: k + 1, names=("labels.txt", "\n".join(["unused", *NAMES])))(tmp_path / "source")
     command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "out"), "--to", "folder"]
     assert dataset.main(command) == 0
     for k, name in enumerate(NAMES):
         assert color_of(next((tmp_path / "out/val" / name).iterdir()).read_bytes()) == k
+    assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == [*NAMES, "unused"]
+
+
+def test_different_import_to_the_same_folder_is_rejected(tmp_path, capsys):
+    LAYOUTS["PaddleX with labels.txt"][0](tmp_path / "x")
+    for name in ("a_1", "a_2", "b_1", "b_2"):
+        put(tmp_path / f"named/{name}.jpg", image(0, int(name[2])))
+    assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 0
+    convert = ["convert", "--from", str(tmp_path / "y"), "--to", "webdataset", "--output", str(tmp_path / "converted")]
+    assert dataset.main(convert) == 0
+    put(tmp_path / "x/labels.txt", "\n".join(reversed(NAMES)))
+    for source, output, flags, what in (
+        ("x", "y", [], "different classes"),
+        ("named", "y", ["--as", "filename"], "a different --as"),
+        ("x", "converted", [], "a different command"),
+    ):
+        assert dataset.main(["import", str(tmp_path / source), "--output", str(tmp_path / output), *flags]) == 2
+        assert f"--output {tmp_path}/{output}: contains a conversion with {what} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Kaggle id_code,diagnosis", "TSV", "Roboflow"])
+def test_split_names_the_import(tmp_path, capsys, name):
+    LAYOUTS[name][0](tmp_path / "x")
+    assert dataset.main(["split", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
+    assert f"import {tmp_path}/x --output {tmp_path}/x_imported" in capsys.readouterr().err
 
 
 def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
@@ -272,7 +302,23 @@ def test_imported_table_is_a_valid_data_set(tmp_path, capsys, to, name):
         numbers, images = DataRoot(tmp_path / "x").images(mode)
         assert numbers.classes == LAYOUTS[name][2] or numbers.classes in (None, ["0", "1", "2", "3"])
         assert colors_match(images)
+        if to != "folder":  # the order of training images is random
+            in_order = [read_image(image)[1] for image in images] == [2, 0, 3, 1] * (len(images) // 4)
+            assert in_order == (mode is Mode.EVAL)
     assert dataset.main(["verify", str(tmp_path / "x")]) == 0
+
+
+def test_images_with_the_same_name_and_class_are_all_written_to_its_folder(tmp_path):
+    paths = [(k, f"{part}/{k}.jpg") for part in "abc" for k in range(4)]
+    for number, (k, path) in enumerate(paths):
+        put(tmp_path / "x" / path, image(k, number))
+    put(tmp_path / "x/train.csv", "path,label\n" + "".join(f"{path},{k}\n" for k, path in paths))
+    path = tmp_path / "x" / paths[0][1]
+    path.rename(tmp_path / "x/real.jpg")
+    path.symlink_to("../real.jpg")
+    sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
+    written = {file.read_bytes() for file in (tmp_path / "y").glob("*/*/*.jpg")}
+    assert written == {(tmp_path / "x" / path).read_bytes() for _, path in paths}
 
 
 def test_numeric_folders_keep_their_numbers(tmp_path):
@@ -296,10 +342,32 @@ def test_table_is_chosen_by_path_and_columns_by_flags(tmp_path, capsys):
         put(tmp_path / f"{name}.csv", f"photo|owner|kind|label\n{text}")
     table = tmp_path / "b.csv"
     command = ["import", str(table), "--output", str(tmp_path / "x"), "--delimiter", "|", "--image-column", "photo"]
+    assert dataset.main([*command, "--as", "nested"]) == 2
+    assert f"{table}: not a folder; use the folder that contains the data set\n" in capsys.readouterr().err
     assert dataset.main([*command, "--label-column", "kinds"]) == 2
     assert "--label-column kinds: " in capsys.readouterr().err
     assert dataset.main([*command, "--label-column", "kind", "--val", "0.4"]) == 0
     assert f"{tmp_path}/x: 12 train and 8 val images from table" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("table", "--label-index --class-depth"),
+        ("parquet", "--split-column --delimiter --label-index --class-depth"),
+        ("tfrecord", "--split-column --delimiter --class-depth"),
+        ("webdataset", "--image-column --split-column --delimiter --label-index --class-depth"),
+        ("recordio", "--image-column --label-column --split-column --delimiter --class-depth"),
+        ("array", "--image-column --split-column --delimiter --label-index --class-depth"),
+        ("pixels", "--image-column --delimiter --label-index --class-depth"),
+        ("nested", "--image-column --label-column --split-column --delimiter --label-index"),
+        ("filename", "--image-column --label-column --split-column --delimiter --label-index --class-depth"),
+    ],
+)
+def test_flags_that_a_kind_does_not_use_are_rejected(tmp_path, capsys, kind, flags):
+    for flag in flags.split():
+        error = error_of_import(tmp_path, capsys, "--as", kind, flag, "2")
+        assert f"{flag} 2: not supported for {kind}, the kind of {tmp_path}; remove {flag}\n" in error
 
 
 @pytest.mark.parametrize("flag", ["--image-column", "--label-column", "--split-column"])
@@ -354,6 +422,9 @@ def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
     assert sum(map(len, splits.values())) == 20
     assert colors_match(image for images in splits.values() for image in images)
     assert "line 22: gone.jpg is not in" in capsys.readouterr().err
+    put(tmp_path / "train.csv", "image_id,label\ngone.jpg,1\n")
+    with pytest.raises(UsageError, match="none of the images is in .*; use the folder that contains the images"):
+        sources.read(tmp_path / "train.csv", options=Options(allow_partial=True))
 
 
 def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys):
@@ -363,6 +434,30 @@ def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys)
     _, splits, _ = sources.read(tmp_path)
     assert {split: len(images) for split, images in splits.items()} == BOTH
     assert ": 1 test image left out" in capsys.readouterr().out
+
+
+def test_delimiter_of_lists_is_chosen_by_flag(tmp_path, capsys):
+    lists("|")(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys, "--as", "table")
+    assert "train_list.txt: line 1 is not an image and a label" in error and "choose --delimiter\n" in error
+    _, splits, _ = sources.read(tmp_path / "x", "table", Options(delimiter="|"))  # obey the message
+    assert all(map(colors_match, splits.values()))
+
+
+def test_fraction_for_validation_is_rejected_if_there_are_validation_images(tmp_path, capsys):
+    lists()(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys, "--val", "0.3")
+    assert f"--val 0.3: {tmp_path}/x contains validation images; remove --val\n" in error
+
+
+@pytest.mark.parametrize("label", ["a/b", "..", ".hidden", "@eaDir", "lost+found"])
+def test_class_names_that_cannot_be_folders_are_rejected(tmp_path, capsys, label):
+    lists(labels=[label, *NAMES[1:]].__getitem__)(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys, "--to", "folder")
+    assert f"the class name '{label}' is not a valid name of a class folder; use --to webdataset\n" in error
+    command = ["import", str(tmp_path / "x"), "--output", str(tmp_path / "y"), "--to", "webdataset"]
+    assert dataset.main(command) == 0  # obey the message
+    assert DataRoot(tmp_path / "y").images(Mode.EVAL)[0].classes == sorted([label, *NAMES[1:]])
 
 
 def test_undecodable_image_is_reported_with_remedy(tmp_path, capsys):
@@ -424,6 +519,8 @@ BAD = {
         table("id,label\nt0a,a\nt0b,b\nt0c,a|b\n"),
         "line 4: has several labels (a|b); an import has one label per image, so keep one, or train with --multi-label",
     ),
+    "several labels with semicolons": (table("id,label\nt0a,a\nt0b,b\nt0c,a;b\n"), "line 4: has several labels (a;b)"),
+    "object as label": (table('id,label\nt0a,"{""x"": 1}"\nt0b,b\n'), 'line 2: has several labels ({"x": 1})'),
     "list of labels": (table("id,label\nt0a,\"['a', 'b']\"\nt0b,b\n"), "line 2: has several labels (['a', 'b'])"),
     "same image at the end of two paths": (
         table("path,label\n/a/t0a.jpg,a\n/b/t0a.jpg,b\n"),
@@ -446,11 +543,23 @@ BAD = {
     "short row": (table("id,label\nt0a,0\nt0b\n"), "line 3 has 1 column instead of 2"),
     "not UTF-8": (table(b"id,label\nt0a,caf\xe9\n"), "line 2 is not UTF-8"),
     "damaged JSON": (table('{"file_name": "t0a.jpg", "label": 1}\n{"file\n', "metadata.jsonl"), "line 2 is not JSON"),
+    "JSON list": (
+        table('{"file_name": "t0a.jpg", "label": 1}\n[1]\n', "metadata.jsonl"),
+        "line 2 is not a JSON object",
+    ),
+    "two files of names": (
+        all_of(image_id, *(table(json.dumps(dict(enumerate([name, *NAMES[1:]]))), f"{name}.json") for name in "ab")),
+        "a.json and b.json contain different class names; keep one of them",
+    ),
     "surrogate": (
         table(
             '{"file_name": "t0a.jpg", "label": "x"}\n{"file_name": "t0b.jpg", "label": "\\ud800"}\n', "metadata.jsonl"
         ),
         "the class name '\\ud800' is not valid Unicode; correct it",
+    ),
+    "unknown flag": (
+        table("id,label,is_valid\nt0a,0,True\nt0b,1,False\nt0c,1,x\n"),
+        "line 4: 'x' in column is_valid is not a split; write 0, 1, true or false",
     ),
     "unknown split": (table("id,label,split\nt0a,0,train\nt0b,1,later\n"), "line 3: 'later' in column split is not"),
     "two tables": (all_of(image_id, table(TWO, "labels.csv")), "contains several tables (labels.csv, train.csv)"),
@@ -508,6 +617,43 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     assert dataset.main(command) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("label", "remedy"),
+    [(2, "remove one of the lines\n"), (1, "remove one of the lines, or, if images have several classes, train with")],
+)
+def test_remedy_for_repeated_images_depends_on_their_labels(tmp_path, capsys, label, remedy):
+    extended(image_id, "train.csv", f"t0b.jpg,{label}\n")(tmp_path / "x")
+    assert f"line 22: t0b.jpg is also in {tmp_path}/x/train.csv: line 2; {remedy}" in error_of_import(
+        tmp_path / "x/train.csv", capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "values"), [("test", "01"), ("split", "12"), ("domain", ["eval", "eval"]), ("is_valid", "yn")]
+)
+def test_columns_that_do_not_contain_splits(tmp_path, column, values):
+    flat(tmp_path, splits=("train",))
+    lines = rows(lambda name, k, _: f"{name},{k},{values[k % 2]}", ("train",))
+    put(tmp_path / "data.csv", f"id,label,{column}\n{lines}")
+    _, splits, _ = sources.read(tmp_path)
+    assert {split: len(images) for split, images in splits.items()} == TRAIN
+    assert all(map(colors_match, splits.values()))
+
+
+def test_list_of_partitions_does_not_replace_other_splits(tmp_path):
+    split_column(tmp_path)
+    put(tmp_path / "list_eval_partition.txt", "x.jpg 0\n")
+    assert {split: len(images) for split, images in sources.read(tmp_path)[1].items()} == BOTH
+
+
+def test_table_of_the_other_split_has_a_name_in_camel_case(tmp_path):
+    tsv(tmp_path)
+    for split in PARTS:
+        (tmp_path / f"{split}.tsv").rename(tmp_path / f"{split}Labels.tsv")
+    _, splits, _ = sources.read(tmp_path / "trainLabels.tsv")
+    assert {split: len(images) for split, images in splits.items()} == BOTH
 
 
 def test_data_set_without_a_class_of_two_images_cannot_be_split():

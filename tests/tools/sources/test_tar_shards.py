@@ -26,8 +26,69 @@ def test_label_column_of_shards(tmp_path):
         sources.read(tmp_path, options=Options(label_column="name"))
 
 
+def test_images_of_a_changed_shard_are_written_again(tmp_path, capsys):
+    """The size of an image does not show that it has changed."""
+    shards("txt", NAMES.__getitem__)(tmp_path / "x")
+    for text in (b"JFIF", b"JFXX"):
+        path = tmp_path / "x/val-000000.tar"
+        put(path, path.read_bytes().replace(b"JFIF", text))
+        sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
+        written = [*(tmp_path / "y/val").glob("*/*")]
+        assert len(written) == 8 and all(text in file.read_bytes() for file in written)
+    assert f"files in {tmp_path}/x have changed since the conversion began" in capsys.readouterr().err
+
+
 def shard(*files):
     return lambda root: put(root / "train-000000.tar", write_tar(files))
+
+
+def test_order_of_labels_and_class_names(tmp_path):
+    """.cls comes before .json and .txt. Samples of different folders may have the same name."""
+    files = []
+    for number, k in enumerate((2, 0, 3, 1) * 3):
+        labels = {"cls": f"{k}\n", "json": json.dumps({"label": 9}), "txt": "cabd"[k]}
+        files += [(f"{number}/0.{kind}", label.encode()) for kind, label in labels.items()]
+        files.append((f"{number}/0.JPG", image(k, number)))
+    put(tmp_path / "a/train-0.tar", write_tar(files))
+    for column, names in ((None, None), ("cls", None), ("txt", ["a", "b", "c", "d"])):
+        _, splits, classes = sources.read(tmp_path / "a", options=Options(label_column=column))
+        assert (classes, len(splits["train"])) == (names, 8)
+        assert all(map(colors_match, splits.values())) == (column != "txt")
+    put(tmp_path / "a/classes.txt", "\n".join(NAMES))
+    assert sources.read(tmp_path / "a")[2] == NAMES
+
+
+@pytest.mark.parametrize(("texts", "are_labels"), [("abab", True), ("abcc", False), ("aabc", False), ("abcabc", True)])
+def test_texts_of_which_more_than_half_differ_are_not_labels(tmp_path, texts, are_labels):
+    files = [
+        (f"{i}.{kind}", data)
+        for i, text in enumerate(texts)
+        for kind, data in (("jpg", image(0, i)), ("txt", text.encode()))
+    ]
+    shard(*files)(tmp_path)
+    if are_labels:
+        assert sources.read(tmp_path, "webdataset")[2] == sorted({*texts})
+        return
+    with pytest.raises(
+        UsageError, match=f"3 of {len(texts)} texts in .txt files are different, so they are not labels"
+    ):
+        sources.read(tmp_path, "webdataset")
+
+
+def test_missing_shards_are_accepted_if_allowed(tmp_path, capsys):
+    gap(tmp_path)
+    with pytest.raises(UsageError, match="contains .* twice|1 shard missing"):
+        sources.read(tmp_path)
+    sources.read(tmp_path, options=Options(allow_partial=True))
+    assert "1 shard missing (number 1); only the other shards are imported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [str, lambda k: json.dumps({"class": f" {k} "})])
+def test_json_with_one_label(tmp_path, content):
+    shards("json", content)(tmp_path)
+    (tmp_path / "val-000000.tar").rename(tmp_path / "val-000001.tar")  # the numbers may begin at 1
+    _, splits, classes = sources.read(tmp_path)
+    assert classes is None and all(map(colors_match, splits.values()))
 
 
 def gap(root):
@@ -53,6 +114,7 @@ BAD_SHARDS = {
     "no label": (shard(A), "sample a: has no label (jpg); add a.cls or a.json or a.txt"),
     "empty label": (shard(A, ("a.cls", b" ")), "sample a: has no label; write the label, or remove the image"),
     "several labels": (shard(A, ("a.json", b'{"label": [0, 1]}')), "sample a: label is [0, 1], not one label"),
+    "truth value": (shard(A, ("a.json", b'{"label": true}')), "sample a: label is true, not one label"),
     "damaged JSON": (shard(A, ("a.json", b"{")), "sample a: its .json file is damaged"),
     "no known key": (shard(A, ("a.json", b'{"x": 0}')), "no key is recognized for --label-column; set it to one of x"),
     "not UTF-8": (shard(A, ("a.cls", b"\xff")), "sample a: its .cls file is damaged"),

@@ -32,7 +32,7 @@ def named(k, i):
 
 def tensorflow_models(k, i):
     label = {tfrecord.LABEL: (k + 1, "int"), tfrecord.SYNSET: (NAMES[k].encode(), "byte")}
-    return {tfrecord.IMAGE: (image(k, i), "byte"), **label, "image/class/text": (b"", "byte")}
+    return {tfrecord.IMAGE: (image(k, i), "byte"), **label, "image/class/text": (b"text", "byte")}
 
 
 def write(path, features, count, first=0, compress=False):
@@ -101,6 +101,30 @@ def test_features_with_other_names_are_reported_with_remedy(tmp_path):
     message = error_of_training(tmp_path / "x")
     assert "but the features are class, id, image); run `" in message
     assert colors_match(DataRoot(obey(message)).images(Mode.EVAL)[1])
+
+
+def test_number_is_the_label_if_there_is_also_a_name(tmp_path):
+    build(["train.tfrec"], "val.tfrec", lambda k, i: {**kaggle(k, i), "label": (NAMES[k].encode(), "byte")})(tmp_path)
+    _, splits, names = sources.read(tmp_path)
+    assert names is None and colors_match(splits["train"])
+
+
+@pytest.mark.parametrize(
+    "name", [lambda k, i: NAMES[k // 2], lambda k, i: f"{NAMES[k]}{i}", lambda k, i: NAMES[(k + (i == 0)) % 4]]
+)
+def test_names_that_are_not_those_of_the_classes_are_not_used(tmp_path, name):
+    def features(k, i):
+        return {**tensorflow_models(k, i), tfrecord.SYNSET: (name(k, i).encode(), "byte")}
+
+    build(["x-train-00000-of-00001.tfrecord"], "x-val.tfrecords", features)(tmp_path)
+    _, splits, names = sources.read(tmp_path)
+    assert names is None and colors_match(splits["train"])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP"])
+def test_images_are_recognized_by_their_content(tmp_path, kind):
+    build(["train.tfrec"], "val.tfrec", lambda k, i: {**kaggle(k, i), "image": (image(k, i, kind), "byte")})(tmp_path)
+    assert colors_match(sources.read(tmp_path)[1]["train"])
 
 
 def test_labels_from_one_are_renumbered(tmp_path, capsys):

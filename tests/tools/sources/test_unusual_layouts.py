@@ -102,14 +102,19 @@ def test_label_may_be_the_last_of_several_folders(tmp_path, capsys):
     assert "use a --class-depth closer to 0" in error_of_import(tmp_path / "x", capsys, "--class-depth", "-9")
 
 
-def test_lists_of_paths_in_class_folders(tmp_path):
+@pytest.mark.parametrize("folder", ["", "{split}/"])
+def test_lists_of_paths_in_class_folders(tmp_path, folder):
     for split, first in (("train", 0), ("test", 50)):
-        paths = [f"images/{name}/{split}{i}.jpg" for name in NAMES for i in range(3)]
+        inner = folder.format(split=split)
+        paths = [f"images/{name}/{inner}{split}{i}.jpg" for name in NAMES for i in range(3)]
         for path in paths:
             put(tmp_path / "x" / path, image(NAMES.index(path.split("/")[1]), first + int(path[-5])))
         put(tmp_path / f"x/{split}.txt", "\n".join(paths))
     message = error_of_training(tmp_path / "x")
-    assert "train.txt: line 1 is not `PATH LABEL` but `images/cock/train0.jpg`; correct it, or run `" in message
+    assert (
+        f"train.txt: line 1 is not `PATH LABEL` but `images/cock/{folder.format(split='train')}train0.jpg`; correct"
+        in message
+    )
     checked(obey(message.partition("or run ")[2]), (12, 12))
 
 
