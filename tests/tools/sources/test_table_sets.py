@@ -40,8 +40,8 @@ def textures(root):
     """DTD has ten splits into train and test, and a list with all labels of an image."""
     for split in SPLITS:
         put_images(root, split, lambda k, name: f"images/{NAMES[k]}/{name}.jpg")
-        for number in (1, 2, 10):
-            chosen = items(split if number == 1 else "val")
+        for number in (2, 3, 10):
+            chosen = items(split if number == 2 else "val")
             put(root / f"labels/{split}{number}.txt", "\n".join(f"{NAMES[k]}/{name}.jpg" for k, name in chosen))
     put(root / "labels/joint.txt", "".join(f"{NAMES[k]}/{name}.jpg {NAMES[k]} x\n" for k, name in items("train")))
 
