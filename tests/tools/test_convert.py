@@ -141,6 +141,10 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
         assert second == (folder / "1.png").read_bytes()
         with Image.open(io.BytesIO(third)) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
+        if to == "webdataset":
+            with tarfile.open(output / "val-000000.tar") as tar:
+                names = [name for name in tar.getnames() if not name.endswith(".cls")]
+            assert names == ["00000000.jpg", "00000001.png", "00000002.jpg"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
@@ -181,6 +185,13 @@ def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
     (tmp_path / "bad.txt").write_text("val/class0/00.jpg\n")
     skip_list = str(tmp_path / "bad.txt")
     assert convert.convert(root, tmp_path / "x", "tfrecord", workers=1, skip_list=skip_list) == {"val": 1}
+
+
+def test_images_of_the_same_name_and_class_are_all_written_to_its_folder(photos, tmp_path):
+    images = [ListedImage(f"{i}/x.jpg", each.path, 0) for i, each in enumerate(DataRoot(photos).listed(Mode.EVAL)[:3])]
+    convert.write("x", {"val": images}, ["a"], tmp_path / "x", convert.FOLDER, workers=1)
+    assert len(contents(tmp_path / "x")) == 3
+    assert sorted(contents(tmp_path / "x")) == sorted(map(read_image, images))
 
 
 # RecordIO has one record file per split. The shards of the other formats are written one after the other.

@@ -67,6 +67,13 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count, most,
     assert 400 < height < 3000
 
 
+def test_curves_of_many_classes_show_the_images_of_each_split():
+    figure = drawing.balance(splits(3), most_bars=2, extremes=1)
+    curves = [axes.lines[0].get_ydata().tolist() for axes in figure.axes if axes.get_xlabel().startswith("class")]
+    assert curves == [[2, 1, 0], [1, 1, 1]]
+    pyplot.close(figure)
+
+
 def test_balance_of_single_split_can_be_drawn(tmp_path):
     figure = drawing.balance({"val": splits(3)["val"]})
     assert all(tick.is_integer() for tick in figure.axes[0].get_xticks())  # numbers of images

@@ -1,6 +1,8 @@
 import itertools
+import re
 from types import SimpleNamespace
 
+import data_files
 import multi_label_data
 import numpy as np
 import pytest
@@ -152,6 +154,19 @@ def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
     assert sorted(actual["train"]["sizes"].tolist()) == [[40 + i, 30] for i in range(10)]
     assert actual["val"]["classes"] == {f"c{i}": 0 for i in range(10)}
     assert actual["val"]["sizes"].shape == (0, 2)
+
+
+@pytest.mark.usefixtures("convert_here")
+@pytest.mark.parametrize("data_format", ["folder", "tfrecord"])
+def test_images_with_unreadable_header_are_counted(colors, tmp_path, capsys, data_format):
+    (colors / "train/c0/x.png").write_bytes(b"not an image")
+    root = colors
+    if data_format != "folder":
+        data_files.write(colors, root := tmp_path / "records", data_format)
+    content = inspection.info(root)["train"]
+    assert content["classes"] == {f"c{i}": 1 for i in range(10)}
+    assert sorted(content["sizes"].tolist()) == [[40 + i, 30] for i in range(1, 10)]
+    assert re.search("unreadable header │ +1 ", capsys.readouterr().out)
 
 
 def test_images_may_be_outside_the_folder_only_if_allowed(colors, tmp_path):
