@@ -68,9 +68,11 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count, most,
 
 
 def test_curves_of_many_classes_show_the_images_of_each_split():
-    figure = drawing.balance(splits(3), most_bars=2, extremes=1)
+    data = splits(3)
+    data["val"]["classes"]["[b]$class$ 1"] = 5
+    figure = drawing.balance(data, most_bars=2, extremes=1)
     curves = [axes.lines[0].get_ydata().tolist() for axes in figure.axes if axes.get_xlabel().startswith("class")]
-    assert curves == [[2, 1, 0], [1, 1, 1]]
+    assert curves == [[2, 1, 0], [1, 5, 1]]  # in the order of train
     pyplot.close(figure)
 
 
@@ -189,6 +191,7 @@ def test_unknown_format_is_rejected_before_reading_data(tmp_path, capsys, comman
         f"--output {tmp_path}/{name}: unknown file format; use a name that ends in .png, .pdf, .svg"
         in capsys.readouterr().err
     )
+    drawing.check_name(tmp_path / "x.PNG")
 
 
 def test_splits_share_axes_and_huge_images_are_counted():

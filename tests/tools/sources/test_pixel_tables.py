@@ -77,7 +77,7 @@ def label_at_the_end(root):
 
 
 def texts(root):
-    """Empty lines are no rows."""
+    """Empty lines are ignored."""
     header = "class," + ",".join(map(str, range(64)))
     write(root / "a/letters.csv", [header, ""], (f"{'abcd'[k]},{columns(image)}\n" for k, image in pictures("train")))
 
