@@ -26,13 +26,6 @@ def test_label_column_of_shards(tmp_path):
         sources.read(tmp_path, options=Options(label_column="name"))
 
 
-def test_extensions_in_upper_case_or_with_a_dot(tmp_path):
-    for split in ("train", "val"):
-        files = [file for k in range(2) for file in ((f"{k}.JPG", image(k)), (f"{k}.meta.json", b"%d" % k))]
-        put(tmp_path / f"{split}-000000.tar", write_tar(files))
-    assert colors_match(sources.read(tmp_path, "webdataset")[1]["train"])
-
-
 def shard(*files):
     return lambda root: put(root / "train-000000.tar", write_tar(files))
 
@@ -70,6 +63,13 @@ BAD_SHARDS = {
         "2 of 2 texts in .txt files are different, so they are not labels",
     ),
 }
+
+
+def test_extensions_in_upper_case_or_with_a_dot(tmp_path):
+    for split in ("train", "val"):
+        files = [file for k in range(2) for file in ((f"{k}.JPG", image(k)), (f"{k}.meta.json", b"%d" % k))]
+        put(tmp_path / f"{split}-000000.tar", write_tar(files))
+    assert colors_match(sources.read(tmp_path, "webdataset")[1]["train"])
 
 
 @pytest.mark.parametrize("name", BAD_SHARDS)
