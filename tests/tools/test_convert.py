@@ -271,14 +271,16 @@ def test_finished_files_are_not_rewritten(photos, tmp_path, to):
     [
         ({"to": "webdataset"}, "contains a conversion with a different --to "),
         ({"shards": 4}, "contains a conversion with a different --shards "),
-        ({"resize_short": 30}, "contains a conversion with a different --resize-short "),
+        ({"resize_short": None}, "contains a conversion with a different --resize-short "),
+        ({"quality": 80}, "contains a conversion with a different --quality "),
     ],
 )
 def test_different_conversion_to_same_folder_is_rejected(photos, tmp_path, options, message):
-    convert.convert(photos, tmp_path / "x", "tfrecord", shards=3, workers=1)
+    first = {"to": "tfrecord", "shards": 3, "resize_short": 30, "workers": 1}
+    convert.convert(photos, tmp_path / "x", **first)
     before = tree(tmp_path / "x")
     with pytest.raises(UsageError, match=message):
-        convert.convert(photos, tmp_path / "x", **{"to": "tfrecord", "shards": 3, "workers": 1, **options})
+        convert.convert(photos, tmp_path / "x", **first | options)
     assert tree(tmp_path / "x") == before
 
 
