@@ -143,23 +143,34 @@ def test_curve_of_learning_rates(losses, suggestion, limits):
 NAME = "猫 \u2312\u02ef a\x1b"
 
 
-@pytest.mark.slow
-def test_character_without_font_is_escaped(tmp_path, monkeypatch):
-    families = ["DejaVu Sans", "DejaVu Serif", "STIXGeneral"]
-    fonts = [font for font in font_manager.fontManager.ttflist if font.name in families]
+FAMILIES = ["DejaVu Sans", "DejaVu Serif", "STIXGeneral"]
+
+
+@pytest.fixture
+def fonts(monkeypatch):
+    """Restrict the fonts of the system to FAMILIES and a font of boxes, and return them."""
+    fonts = [font for font in font_manager.fontManager.ttflist if font.name in FAMILIES]
     fonts += [dataclasses.replace(font, name="Last Resort") for font in fonts if font.name == "STIXGeneral"]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
+    return fonts
+
+
+def test_character_without_font_is_escaped(fonts, monkeypatch):
     assert "\u2312" not in drawing._characters(drawing.FONT, {"\u2312"})
     assert drawing.drawable([NAME]) == ["\\u732b \u2312\u02ef a\\x1b"]
-    assert matplotlib.rcParams["font.family"] == families
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for ending in drawing.FORMATS:
-            picture = np.zeros((8, 8, 3), np.uint8)
-            drawing.save(drawing.pictures([picture] * 3, [NAME, "$a", "b"], 2), tmp_path / f"x{ending}")
+    assert matplotlib.rcParams["font.family"] == FAMILIES
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [f for f in fonts if f.name == "DejaVu Sans"])
     assert drawing.drawable([NAME, "cat"]) == ["\\u732b \\u2312\\u02ef a\\x1b", "cat"]
     assert matplotlib.rcParams["font.family"] == ["DejaVu Sans"]
+
+
+@pytest.mark.usefixtures("fonts")
+@pytest.mark.parametrize("ending", drawing.FORMATS)
+def test_characters_of_several_fonts_are_drawn_without_warnings(tmp_path, ending):
+    picture = np.zeros((8, 8, 3), np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawing.save(drawing.pictures([picture] * 3, [NAME, "$a", "b"], 2), tmp_path / f"x{ending}")
 
 
 def test_missing_or_damaged_font_has_no_characters(tmp_path, monkeypatch):
