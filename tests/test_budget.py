@@ -409,13 +409,22 @@ def test_stages_are_part_of_the_budget(starts, unmeasured):
     assert unmeasured == pytest.approx([0.01 * 60, 0.01 * 60, 0.1 * 60])
 
 
-@pytest.mark.parametrize("stage", [["--sizes", "24:0,32:100"], ["--freeze", "stem", "--unfreeze-at", 100]], ids=str)
-def test_budget_that_ends_before_last_stage_is_an_error(starts, capsys, stage):
+@pytest.mark.parametrize(
+    ("stage", "first", "enough"),
+    [
+        (["--sizes", "24:0,32:100"], 100, 2),
+        (["--freeze", "stem", "--unfreeze-at", 100], 100, 2),
+        (["--sizes", "24:0,32:52"], 52, 1),  # epoch 52 would be the next one
+    ],
+)
+def test_budget_that_ends_before_last_stage_is_an_error(starts, capsys, stage, first, enough):
     assert starts("--budget-minutes", 0.5, *stage) == (2, None)
     message = "--budget-minutes 0.5: ends after 52 epochs, but the last stage (--sizes, --unfreeze-at) begins in epoch "
-    assert_one_error(capsys.readouterr().err, [message + "100; use an earlier epoch, or --budget-minutes 2"])
-    code, epochs = starts("--budget-minutes", 2, *stage)
-    assert code == 0 and epochs > 100
+    assert_one_error(
+        capsys.readouterr().err, [message + f"{first}; use an earlier epoch, or --budget-minutes {enough}"]
+    )
+    code, epochs = starts("--budget-minutes", enough, *stage)
+    assert code == 0 and epochs > first
 
 
 def test_dry_run_does_not_measure(run, capsys):

@@ -81,6 +81,11 @@ def test_bfloat16_becomes_float32(tmp_path):
     assert_equal(read(tmp_path, "W.PTH", zipped(value, {"0": data})), expected)
 
 
+def test_header_of_safetensors_may_have_any_order(tmp_path):
+    data = two([8, 16], [0, 8], np.float32([1, 2, 3, 4]).tobytes())
+    assert_equal(read(tmp_path, "x.safetensors", data), {"a": np.float32([3, 4]), "b": np.float32([1, 2])})
+
+
 def test_tensors_may_be_permuted_and_share_a_storage(tmp_path):
     channels_last = np.arange(24, dtype=np.float32).reshape(2, 2, 2, 3).transpose(0, 3, 1, 2)
     value = {
@@ -140,9 +145,9 @@ def entry(**changes):
     return safetensors({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes}, bytes(16))
 
 
-def two(first, second):
+def two(first, second, data=bytes(16)):
     entries = {name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in (("a", first), ("b", second))}
-    return safetensors(entries, bytes(16))
+    return safetensors(entries, data)
 
 
 def pdparams(state):

@@ -114,6 +114,7 @@ def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
 
 # These networks are large, and other tests cover the same layer names.
 SLOW = ("ResNet18_vd, PaddleClas", "ResNet50_vd, timm", "ResNeXt50_32x4d, PaddleClas", "ResNeXt50_32x4d, torchvision")
+QUICK = ("PPLCNet_x1_0, PaddleClas",)
 
 
 def converted(case):
@@ -125,9 +126,12 @@ def converted(case):
     return params
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.soak) if case in SLOW else case for case in other_projects.recorded()]
+    "case",
+    [
+        case if case in QUICK else pytest.param(case, marks=[pytest.mark.slow, *[pytest.mark.soak] * (case in SLOW)])
+        for case in other_projects.recorded()
+    ],
 )
 def test_logits_equal_those_recorded_with_other_projects(case):
     expected = other_projects.recorded()[case][1]

@@ -271,6 +271,15 @@ def test_labels_from_1_are_shifted_by_detection(tmp_path, capsys, verify_here, c
         convert.convert(root, tmp_path / "out", "webdataset", workers=1, label_offset=0)
 
 
+def test_label_offset_of_a_conversion_of_class_folders_and_records(tmp_path, convert_here):
+    put_tfrecords(tmp_path / "r")
+    (tmp_path / "r/train-00000-of-00001").unlink()
+    put_folders(tmp_path / "r", WNIDS, ["train"])
+    convert.convert(tmp_path / "r", tmp_path / "out", "webdataset", workers=1)
+    with pytest.raises(UsageError, match="contains a conversion with a different --label-offset"):
+        convert.convert(tmp_path / "r", tmp_path / "out", "webdataset", workers=1, label_offset=0)
+
+
 def test_label_offset_applies_to_every_format_with_labels(tmp_path, capsys, verify_here, convert_here):
     root = tmp_path / "r"
     put_folders(root, NAMES)

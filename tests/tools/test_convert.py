@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import data_files
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 from PIL import Image
 
 from conftest import ROOT
+from layouts import obey
 from paddle_resnet import dataset
 from paddle_resnet.data import indexes
 from paddle_resnet.data.formats import INDEXED, SINGLE_FILE, read_image, recordio
@@ -141,6 +143,10 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
         assert second == (folder / "1.png").read_bytes()
         with Image.open(io.BytesIO(third)) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
+        if to == "webdataset":
+            with tarfile.open(output / "val-000000.tar") as tar:
+                names = [name for name in tar.getnames() if not name.endswith(".cls")]
+            assert names == ["00000000.jpg", "00000001.png", "00000002.jpg"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
@@ -185,6 +191,18 @@ def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
     (tmp_path / "bad.txt").write_text("val/class0/00.jpg\n")
     skip_list = str(tmp_path / "bad.txt")
     assert convert.convert(root, tmp_path / "x", "tfrecord", workers=1, skip_list=skip_list) == {"val": 1}
+
+
+def test_images_of_the_same_name_and_class_are_all_written_to_its_folder(photos, tmp_path):
+    images = [ListedImage(f"{i}/x.jpg", each.path, 0) for i, each in enumerate(DataRoot(photos).listed(Mode.EVAL)[:3])]
+    (tmp_path / "x.jpg").symlink_to(os.path.relpath(images[2].path, tmp_path))
+    images[2] = ListedImage("x.jpg", str(tmp_path / "x.jpg"), 0)
+    write = partial(convert.write, "x", {"val": images}, ["a"], tmp_path / "x", convert.FOLDER, workers=1)
+    with pytest.raises(UsageError, match="--shards 2: class folders have no shards; remove --shards"):
+        write(shards=2)
+    write()
+    assert len(contents(tmp_path / "x")) == 3
+    assert sorted(contents(tmp_path / "x")) == sorted(map(read_image, images))
 
 
 # RecordIO has one record file per split. The shards of the other formats are written one after the other.
@@ -257,14 +275,16 @@ def test_finished_files_are_not_rewritten(photos, tmp_path, to):
     [
         ({"to": "webdataset"}, "contains a conversion with a different --to "),
         ({"shards": 4}, "contains a conversion with a different --shards "),
-        ({"resize_short": 30}, "contains a conversion with a different --resize-short "),
+        ({"resize_short": None}, "contains a conversion with a different --resize-short "),
+        ({"quality": 80}, "contains a conversion with a different --quality "),
     ],
 )
 def test_different_conversion_to_same_folder_is_rejected(photos, tmp_path, options, message):
-    convert.convert(photos, tmp_path / "x", "tfrecord", shards=3, workers=1)
+    first = {"to": "tfrecord", "shards": 3, "resize_short": 30, "workers": 1}
+    convert.convert(photos, tmp_path / "x", **first)
     before = tree(tmp_path / "x")
     with pytest.raises(UsageError, match=message):
-        convert.convert(photos, tmp_path / "x", **{"to": "tfrecord", "shards": 3, "workers": 1, **options})
+        convert.convert(photos, tmp_path / "x", **first | options)
     assert tree(tmp_path / "x") == before
 
 
@@ -335,10 +355,33 @@ def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_compl
     assert capsys.readouterr().err == ""
 
 
+def test_changed_images_are_checked_before_they_are_converted_again(photos, tmp_path):
+    source = shutil.copytree(photos, tmp_path / "photos")
+    command = ["convert", "--from", str(source), "--to", "recordio", "--output", str(tmp_path / "x"), "--workers", "1"]
+    assert dataset.main(command) == 0
+    before = tree(tmp_path / "x")
+    (source / "val/class0/00.jpg").write_bytes(b"damaged")
+    assert dataset.main(command) == 2
+    assert tree(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize("command", [["info"], ["convert", "--to", "recordio", "--output", "x", "--from"]])
+def test_split_without_images_is_reported_with_remedy(photos, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "val"):
+        for label in ("class0", "class1"):
+            shutil.copytree(photos / name / label, tmp_path / "source" / name / f"x{label}" / label)
+    assert dataset.main([*command, str(tmp_path / "source")]) == 2
+    message = capsys.readouterr().err
+    assert "train/xclass0/class0/, train/xclass1/class1/: class folders one level too deep; run `" in message
+    assert dataset.main([*command, obey(message)]) == 0
+
+
 def test_conversion_of_older_version_is_kept_with_a_warning(photos, tmp_path, capsys):
     convert.convert(photos, tmp_path / "x", "recordio", workers=1)
     manifest = json.loads((tmp_path / "x/convert.json").read_text())
-    del manifest["bytes"]
+    for key in ("bytes", "label_offset"):
+        del manifest[key]
     for split in manifest["splits"].values():
         del split["files_sha256"]
     (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
@@ -466,6 +509,7 @@ def test_missing_or_damaged_record_files_are_written_again(photos, converted, tm
     assert f"warning: --output {root}: record files that are missing or damaged ({name})" in capsys.readouterr().err
     if to == "tfrecord":  # one of three training shards is written
         assert done[-3:] == [(30, 53), (30, 53), (53, 53)]
+    assert done[-1] == (53, 53)
     assert sorted(contents(root, Mode.TRAIN)) == sorted(contents(photos, Mode.TRAIN))
     assert contents(root) == contents(converted[to])
     convert.convert(*arguments, workers=1)
@@ -525,6 +569,14 @@ def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
     for to in ("tfrecord", "recordio"):
         with pytest.raises(UsageError, match=r"train/class0/00.jpg: cannot be decoded"):
             convert.convert(tmp_path / "photos", tmp_path / to, to, resize_short=30, workers=1)
+
+
+def test_undecodable_record_to_resize_is_named(tmp_path):
+    (tmp_path / "source/val/a").mkdir(parents=True)
+    (tmp_path / "source/val/a/0.jpg").write_bytes(b"not an image")
+    convert.convert(tmp_path / "source", tmp_path / "x", "recordio", workers=1)
+    with pytest.raises(UsageError, match=f"^{tmp_path}/x/val.rec@0: cannot be decoded .*; repair the image or"):
+        convert.convert(tmp_path / "x", tmp_path / "y", "recordio", resize_short=30, workers=1)
 
 
 def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, capsys):

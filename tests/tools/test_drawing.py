@@ -71,6 +71,15 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count, most,
     assert 400 < height < 3000
 
 
+def test_curves_of_many_classes_show_the_images_of_each_split():
+    data = splits(3)
+    data["val"]["classes"]["[b]$class$ 1"] = 5
+    figure = drawing.balance(data, most_bars=2, extremes=1)
+    curves = [axes.lines[0].get_ydata().tolist() for axes in figure.axes if axes.get_xlabel().startswith("class")]
+    assert curves == [[2, 1, 0], [1, 5, 1]]  # in the order of train
+    pyplot.close(figure)
+
+
 def test_balance_of_single_split_can_be_drawn(tmp_path):
     figure = drawing.balance({"val": splits(3)["val"]})
     assert all(tick.is_integer() for tick in figure.axes[0].get_xticks())  # numbers of images
@@ -139,23 +148,34 @@ def test_curve_of_learning_rates(losses, suggestion, limits):
 NAME = "猫 \u2312\u02ef a\x1b"
 
 
-@pytest.mark.slow
-def test_character_without_font_is_escaped(tmp_path, monkeypatch):
-    families = ["DejaVu Sans", "DejaVu Serif", "STIXGeneral"]
-    fonts = [font for font in font_manager.fontManager.ttflist if font.name in families]
+FAMILIES = ["DejaVu Sans", "DejaVu Serif", "STIXGeneral"]
+
+
+@pytest.fixture
+def fonts(monkeypatch):
+    """Restrict the fonts of the system to FAMILIES and a font of boxes, and return them."""
+    fonts = [font for font in font_manager.fontManager.ttflist if font.name in FAMILIES]
     fonts += [dataclasses.replace(font, name="Last Resort") for font in fonts if font.name == "STIXGeneral"]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
+    return fonts
+
+
+def test_character_without_font_is_escaped(fonts, monkeypatch):
     assert "\u2312" not in drawing._characters(drawing.FONT, {"\u2312"})
     assert drawing.drawable([NAME]) == ["\\u732b \u2312\u02ef a\\x1b"]
-    assert matplotlib.rcParams["font.family"] == families
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for ending in drawing.FORMATS:
-            picture = np.zeros((8, 8, 3), np.uint8)
-            drawing.save(drawing.pictures([picture] * 3, [NAME, "$a", "b"], 2), tmp_path / f"x{ending}")
+    assert matplotlib.rcParams["font.family"] == FAMILIES
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [f for f in fonts if f.name == "DejaVu Sans"])
     assert drawing.drawable([NAME, "cat"]) == ["\\u732b \\u2312\\u02ef a\\x1b", "cat"]
     assert matplotlib.rcParams["font.family"] == ["DejaVu Sans"]
+
+
+@pytest.mark.usefixtures("fonts")
+@pytest.mark.parametrize("ending", drawing.FORMATS)
+def test_characters_of_several_fonts_are_drawn_without_warnings(tmp_path, ending):
+    picture = np.zeros((8, 8, 3), np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawing.save(drawing.pictures([picture] * 3, [NAME, "$a", "b"], 2), tmp_path / f"x{ending}")
 
 
 def test_missing_or_damaged_font_has_no_characters(tmp_path, monkeypatch):
@@ -187,6 +207,7 @@ def test_unknown_format_is_rejected_before_reading_data(tmp_path, capsys, comman
         f"--output {tmp_path}/{name}: unknown file format; use a name that ends in .png, .pdf, .svg"
         in capsys.readouterr().err
     )
+    drawing.check_name(tmp_path / "x.PNG")
 
 
 def test_splits_share_axes_and_huge_images_are_counted():

@@ -1,6 +1,8 @@
 import itertools
+import re
 from types import SimpleNamespace
 
+import data_files
 import multi_label_data
 import numpy as np
 import pytest
@@ -158,13 +160,27 @@ def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
     assert actual["val"]["sizes"].shape == (0, 2)
 
 
+@pytest.mark.usefixtures("convert_here")
+@pytest.mark.parametrize("data_format", ["folder", "tfrecord"])
+def test_images_with_unreadable_header_are_counted(colors, tmp_path, capsys, data_format):
+    (colors / "train/c0/x.png").write_bytes(b"not an image")
+    root = colors
+    if data_format != "folder":
+        data_files.write(colors, root := tmp_path / "records", data_format)
+    content = inspection.info(root)["train"]
+    assert content["classes"] == {f"c{i}": 1 for i in range(10)}
+    assert sorted(content["sizes"].tolist()) == [[40 + i, 30] for i in range(1, 10)]
+    assert re.search("unreadable header │ +1 ", capsys.readouterr().out)
+
+
 def test_images_may_be_outside_the_folder_only_if_allowed(colors, tmp_path):
     (tmp_path / "list").mkdir()
-    (tmp_path / "list/train.txt").write_text(f"{colors}/train/c0/x.png 0\n{colors}/train/c1/x.png 1\n")
+    (tmp_path / "list/train.txt").write_text(f"{colors}/train/c1/x.png 1\n{colors}/train/c0/x.png 0\n")
     flags = [*TINY, "--num-of-class", "2"]
     with pytest.raises(UsageError, match="--allow-outside"):
         inspection.info(tmp_path / "list")
-    assert inspection.info(tmp_path / "list", allow_outside=True)["train"]["classes"] == {"0": 1, "1": 1}
+    classes = inspection.info(tmp_path / "list", allow_outside=True)["train"]["classes"]
+    assert [*classes.items()] == [("0", 1), ("1", 1)]
     with pytest.raises(UsageError, match="--allow-outside"):
         inspection.augmented(tmp_path / "list", 2, 1, flags)
     assert len(inspection.augmented(tmp_path / "list", 2, 1, [*flags, "--allow-outside"])) == 2
@@ -275,6 +291,13 @@ def test_batch_size_may_exceed_data_set(colors):
     arguments = [*TINY, "--num-of-class", "10", "--batch-size", "256"]
     [(_, _, _, rates)] = inspection.speed(colors, [1], [0.9], batches=2, repeats=1, arguments=arguments)
     assert min(rates) > 0
+
+
+def test_preview_without_a_decodable_image_is_an_error(colors, tmp_path):
+    for path in colors.glob("train/*/*"):
+        path.write_bytes(b"not an image")
+    with pytest.raises(UsageError, match="none of the 10 chosen images can be decoded; to list such images, run"):
+        inspection.augmented(colors, 25, 1, [*TINY, "--num-of-class", "10"])
 
 
 def test_invalid_flag_is_rejected_before_reading_data(photos):

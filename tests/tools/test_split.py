@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 
+from layouts import image, obey, put
 from paddle_resnet import dataset
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import split
@@ -194,6 +195,38 @@ def test_folders_named_like_splits_and_single_classes_are_rejected(tmp_path, cap
         for name in folders:
             (source / name).rename(source / f"class {name}")
         assert dataset.main(["split", str(source), "--output", str(tmp_path / "x")]) == 0
+
+
+PIXELS = "label,pixels\n" + "".join(f"{k},{' '.join('7' * 64)}\n" for k in (0, 1)) * 3
+
+
+@pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+@pytest.mark.parametrize(
+    ("path", "problem", "table"),
+    [
+        ("{name}.{i}.jpg", "contains no class folders; it contains 6 images outside class folders", {}),
+        ("train/{name}/x/{i}.jpg", "train/ contains no images, so it is not a class; it contains train/a/x/", {}),
+        ("train_images/{name}{i}.jpg", "train_images is the only class folder", {"train.csv": "id,label\n{rows}"}),
+        ("a/{name}{i}.heic", "the folders contain no images; it contains b/x.csv: tables", {"b/x.csv": PIXELS}),
+    ],
+)
+def test_images_without_class_folders_are_reported_with_a_command(tmp_path, capsys, path, problem, table):
+    items = [(name, i) for name in "ab" for i in range(3)]
+    for name, i in items:
+        put(tmp_path / "x" / path.format(name=name, i=i), image("ab".index(name), i))
+    for file, text in table.items():
+        put(tmp_path / "x" / file, text.format(rows="".join(f"{name}{i}.jpg,{name}\n" for name, i in items)))
+    assert dataset.main(["split", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path}/x: {problem}" in message
+    assert len(DataRoot(obey(message)).images(Mode.TRAIN)[1]) == 4
+
+
+def test_class_of_background_is_a_warning(source, tmp_path, capsys):
+    shutil.copytree(source, tmp_path / "source")
+    (tmp_path / "source/class1").rename(tmp_path / "source/BACKGROUND_Google")
+    split.split(tmp_path / "source", tmp_path / "x", 0.2)
+    assert "source: BACKGROUND_Google is used as a class, but contains" in capsys.readouterr().err
 
 
 def test_class_folder_that_is_not_utf8_is_rejected(source, tmp_path, capsys):

@@ -302,6 +302,12 @@ def test_class_only_in_val_fails_verification(photos, tmp_path):
     assert "val/class9 has no train/class9" in report.errors[2]
     assert report.training_would_fail
     assert len(verify.verify(tmp_path / "root").errors) == 1
+    # A copy in the same class of both splits is not a copy in two classes, even if val/ lacks a class.
+    shutil.rmtree(tmp_path / "root/val/class1")
+    shutil.copy(photos / "train/class2/02.jpg", tmp_path / "root/val/class2/copy.jpg")
+    unusual = verify.verify(tmp_path / "root").unusual
+    assert unusual["the same file in train and val"] == ["train/class2/02.jpg = val/class2/copy.jpg"]
+    assert len(unusual["the same file in two classes"]) == copied
 
 
 def test_empty_class_fails_verification_unless_allowed(photos, tmp_path):

@@ -249,16 +249,17 @@ def test_classes_at_different_depths(tmp_path, capsys):
 def test_tables_in_class_folders(tmp_path):
     """GTSRB has a table in each class folder, and one for all test images."""
     header = "Filename;Width;Roi.X1;ClassId\n"
+    root = tmp_path / "training"  # the name of the folder does not matter
     for k in range(4):
         names = [name for label, name in items("train") if label == k]
         rows = "".join(f"{name}.png;28;5;{k}\n" for name in names)
-        put(tmp_path / f"x/GTSRB/Final_Training/Images/{k:05d}/GT-{k:05d}.csv", header + rows)
-    put_images(tmp_path / "x", "train", lambda k, name: f"GTSRB/Final_Training/Images/{k:05d}/{name}.png")
-    put_images(tmp_path / "x", "val", lambda k, name: f"GTSRB/Final_Test/Images/{name}.png")
+        put(root / f"GTSRB/Final_Training/Images/{k:05d}/GT-{k:05d}.csv", header + rows)
+    put_images(root, "train", lambda k, name: f"GTSRB/Final_Training/Images/{k:05d}/{name}.png")
+    put_images(root, "val", lambda k, name: f"GTSRB/Final_Test/Images/{name}.png")
     rows = "".join(f"{name}.png;28;5;{k}\n" for k, name in items("val"))
-    put(tmp_path / "x/GTSRB/GT-final_test.csv", header + rows)
-    put(tmp_path / "x/GTSRB/Readme-Images.txt", "This archive contains images.\n")
-    checked(obey(error_of_training(tmp_path / "x")), GIVEN, None)
+    put(root / "GTSRB/GT-final_test.csv", header + rows)
+    put(root / "GTSRB/Readme-Images.txt", "This archive contains images.\n")
+    checked(obey(error_of_training(root)), GIVEN, None)
 
 
 def test_copies_in_folders_that_differ_only_in_case(tmp_path, capsys):

@@ -178,8 +178,9 @@ def test_number_of_samples(tmp_path, capsys, stated, problem):
         assert len(sources.read(tmp_path / "x", "lmdb")[1]["train"]) == 12
 
 
-def test_class_without_training_images(tmp_path, capsys):
-    write(tmp_path / "x", lambda k, i: {**encoded(k, i), "label": k + (k == 3 and i >= 100)})
+@pytest.mark.parametrize("val", ["my_val", "my_test"])
+def test_class_without_training_images(tmp_path, capsys, val):
+    write(tmp_path / "x", lambda k, i: {**encoded(k, i), "label": k + (k == 3 and i >= 100)}, "my_train", val)
     assert "has 1 class with validation images, but without training images (4); add" in error_of_import(
         tmp_path / "x", capsys
     )

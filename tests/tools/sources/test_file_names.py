@@ -98,6 +98,10 @@ def test_folders_with_images_of_one_class_are_not_guessed(tmp_path):
 # {name: (names of further images, message)}
 BAD = {
     "no class": (["train/x.jpg", "train/7.jpg"], "2 images without a class before a number in the name (train/7.jpg, "),
+    "no class in val": (
+        ["val/cat.0.jpg", "val/dog.0.jpg", "val/x.jpg"],
+        "1 image without a class before a number in the name (val/x.jpg)",
+    ),
     "ambiguous": (["train/cat_1_2.jpg"], "the class in the name of train/cat_1_2.jpg is ambiguous (cat_1 or a part of"),
     "one image": (["train/cow.0.jpg"], "1 class with only one image (cow (train/cow.0.jpg)); add images, remove these"),
     "only in val": (

@@ -77,8 +77,9 @@ def label_at_the_end(root):
 
 
 def texts(root):
+    """Empty lines are ignored."""
     header = "class," + ",".join(map(str, range(64)))
-    write(root / "a/letters.csv", [header], (f"{'abcd'[k]},{columns(image)}" for k, image in pictures("train")))
+    write(root / "a/letters.csv", [header, ""], (f"{'abcd'[k]},{columns(image)}\n" for k, image in pictures("train")))
 
 
 # {name: (function that writes the tables, side of the images, splits in the order of Mode or None for a random split,

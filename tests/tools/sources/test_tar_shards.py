@@ -127,6 +127,13 @@ BAD_SHARDS = {
 }
 
 
+def test_extensions_in_upper_case_or_with_a_dot(tmp_path):
+    for split in ("train", "val"):
+        files = [file for k in range(2) for file in ((f"{k}.JPG", image(k)), (f"{k}.meta.json", b"%d" % k))]
+        put(tmp_path / f"{split}-000000.tar", write_tar(files))
+    assert colors_match(sources.read(tmp_path, "webdataset")[1]["train"])
+
+
 @pytest.mark.parametrize("name", BAD_SHARDS)
 def test_bad_shards_exit_with_code_2_and_leave_no_output(tmp_path, capsys, name):
     build, message = BAD_SHARDS[name]

@@ -169,6 +169,8 @@ def test_features_and_labels_are_chosen_by_flags(tmp_path):
     assert colors_match(splits["val"])
     with pytest.raises(UsageError, match="--label-index 2: .*class has only 2 labels; use a smaller index"):
         sources.read(tmp_path, options=Options(**options, label_index=2))
+    with pytest.raises(UsageError, match="--label-index 1: .*target has only 1 label; use a smaller index"):
+        sources.read(tmp_path, options=Options(image_column="crop", label_column="target", label_index=1))
     with pytest.raises(UsageError, match="--label-column x: .* has the features class"):
         sources.read(tmp_path, options=Options(image_column="crop", label_column="x"))
 
