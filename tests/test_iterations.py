@@ -105,6 +105,14 @@ def test_larger_num_iter_resumes_inside_the_epoch(run_train, tmp_path):
     assert evaluations(second) == evaluations(expected)
 
 
+def test_run_with_unused_batches_resumes(run_train):
+    """An epoch has seven batches, of which training with --accumulate-steps 2 uses six."""
+    flags = [*STEPS, "--batch-size", "4", "--accumulate-steps", "2"]
+    assert run_train(*flags, "--num-iter", "2")[0] == 0
+    code, report = run_train(*flags, "--num-iter", "4", "--resume")
+    assert code == 0 and len(trained_steps(report)) == 4
+
+
 def test_resume_with_changed_steps_per_epoch_is_an_error(run_train, capsys):
     assert run_train(*STEPS, "--num-iter", "2")[0] == 0
     assert run_train(*STEPS, "--num-iter", "4", "--batch-size", "4", "--resume")[0] == 2

@@ -68,6 +68,7 @@ def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
         assert run_folders.run_in(tmp_path, name) == tmp_path / name
         if name == "Tiny":  # the only run
             assert run_folders.run_in(tmp_path) == run_folders.run_in(tmp_path, "Other") == tmp_path / name
+    assert run_folders.run_in(tmp_path, "folder/net.py:Other") == tmp_path / "Other"
     for arch in (None, "Third"):
         with pytest.raises(
             UsageError, match=f"{tmp_path}: contains runs of several networks; choose one of .*/Other, .*/Tiny$"

@@ -29,6 +29,7 @@ from paddle_resnet.serving import (
     writers,
 )
 from paddle_resnet.serving.model import Model
+from paddle_resnet.utils import label_metrics
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -192,6 +193,12 @@ def test_score_of_mirror_images_averages_probabilities(checkpoint, photos):
     score = scores.score(network, model, photos, as_evaluated=True, keep=lambda batch: labels.append(batch[1]))
     losses = -np.log(np.take_along_axis(np.concatenate(means), np.concatenate(labels), axis=1))
     assert score["loss"] == pytest.approx(losses.mean(), rel=1e-6)
+
+
+def test_logits_of_mirror_images_are_those_of_the_mean_probabilities_of_each_label():
+    logits = np.random.default_rng(0).normal(0, 4, (6, 2)).astype(np.float32)
+    expected = label_metrics.probabilities(logits).reshape(2, 3, 2).mean(axis=0)
+    np.testing.assert_allclose(label_metrics.probabilities(scores._mirrored_logits(logits)), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
