@@ -435,6 +435,7 @@ def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_pat
 def test_verify_compares_labels_losses_and_map(trained, data):
     network = networks.load_checkpoint(trained[0], "cpu")
     score = scores.score(network, network.model(logits=True), data)
+    assert score["decisions"] == COUNTS["val"] * len(CLASSES)
     verification.check_agreement("engine", score, "reference", score, "")
     for changes in ({"correct": score["correct"] - 5}, {"map": score["map"] + 0.01}, {"loss": score["loss"] + 0.01}):
         with pytest.raises(RunError, match="disagree"):

@@ -1,5 +1,6 @@
 """Resolution of flags whose values depend on the machine and the data."""
 
+import multi_label_data
 import paddle
 import pytest
 
@@ -199,6 +200,13 @@ def test_classes_are_counted_on_rank_0(monkeypatch):
     args = config.parse_args(["--image-root", "missing"])
     args.apply(resolution.Classes, Mode.TRAIN)
     assert (args.num_of_class, args.origin("num_of_class")) == (7, "data")
+
+
+def test_classes_of_images_with_several_labels_are_counted(tmp_path):
+    root = multi_label_data.write(tmp_path)
+    args = config.parse_args(["--image-root", str(root), "--multi-label"])
+    args.apply(resolution.Classes, Mode.TRAIN)
+    assert args.num_of_class == len(multi_label_data.CLASSES)
 
 
 def test_all_flags_are_resolved_and_frozen_once(tmp_path):

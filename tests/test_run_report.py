@@ -126,7 +126,8 @@ def test_printed_command_evaluates_best_checkpoint_and_keeps_report(run_train, t
     with monkeypatch.context() as patch:
         patch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
         (tmp_path / "flags.yaml").write_text("profile_steps: '1:2'\n")
-        code, entries = run_train("--epochs", "2", "--config", tmp_path / "flags.yaml")
+        outputs = ["--tensorboard-dir", tmp_path / "events", "--report-html", tmp_path / "page.html"]
+        code, entries = run_train("--epochs", "2", "--config", tmp_path / "flags.yaml", *outputs)
     assert code == 0
     [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate the best epoch, ")]
     arguments = shlex.split(command)

@@ -305,6 +305,8 @@ def test_state_of_look_alikes_requires_the_source(small, monkeypatch, tmp_path, 
     model = published.Published("Small", "MIT", "https://example.org")
     monkeypatch.setitem(published.HASHED, published.sha256(path)[:8], model)
     assert run(path, "--output", tmp_path / "known") == 0
+    wrong = ["--source", "timm.resnetaa50"]
+    assert error(capsys, path, "--output", tmp_path / "wrong", *wrong).startswith("--source timm.resnetaa50: ")
 
 
 WRAPPERS = {

@@ -1087,7 +1087,7 @@ def test_pipe_without_reader_is_rejected_as_output(run_train, checkpoint, traine
     message = f"{pipe}: cannot be written (a pipe without a reader, or a missing device); choose a different path"
     evaluation = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
     for flags in (["--report-html", pipe], ["--report-file", pipe], [*evaluation, "--predictions", pipe]):
-        assert run_train(*flags, "--dry-run")[0] == 2
+        assert run_train(*flags, "--dry-run", "--output-dir", tmp_path / "new")[0] == 2
         assert message in capsys.readouterr().err
     image = next((photos / "val").glob("*/*"))
     assert predict.main([str(checkpoint), str(image), "--device", "cpu", "--csv", str(pipe)]) == 2

@@ -77,6 +77,14 @@ def test_class_depth(tmp_path, capsys, depth, names, labels):
     assert all(labels[color_of(read_image(image)[0])] == image.label for image in splits["train"])
 
 
+def test_folder_that_all_classes_share_is_no_part_of_their_names(tmp_path):
+    write(tmp_path, lambda split, k: f"{split}/{'more/' * k}shared/c{k}")
+    for depth in (-2, -1):
+        _, splits, classes = sources.read(tmp_path, options=Options(class_depth=depth))
+        assert classes == ["c0", "c1", "c2", "c3"]
+        assert colors_match(image for images in splits.values() for image in images)
+
+
 def test_folders_without_splits_are_divided(tmp_path):
     """--class-depth chooses the folders, not the table next to them."""
     write(tmp_path, lambda split, k: FOLDERS[k])

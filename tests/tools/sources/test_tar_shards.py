@@ -6,9 +6,11 @@ import pytest
 from test_downloads import NAMES, shards
 
 from layouts import colors_match, error_of_import, image, put, write_tar
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 
@@ -24,6 +26,14 @@ def test_label_column_of_shards(tmp_path):
     message = "^--label-column name: .*train-000000.tar: sample .* has the keys label, class; use a key"
     with pytest.raises(UsageError, match=message):
         sources.read(tmp_path, options=Options(label_column="name"))
+
+
+def test_class_folders_of_labels_with_gaps_are_numbered(tmp_path):
+    shards("cls", lambda k: f"{(0, 1, 4, 12)[k]}")(tmp_path / "x")
+    sources.import_(tmp_path / "x", tmp_path / "y", "folder", workers=1)
+    images = DataRoot(tmp_path / "y").images(Mode.EVAL)[1]
+    assert sorted(image.label for image in images) == [0, 0, 1, 1, 4, 4, 12, 12]
+    assert sorted(path.name for path in (tmp_path / "y/train").iterdir()) == sorted(map(str, range(13)))
 
 
 def test_images_of_a_changed_shard_are_written_again(tmp_path, capsys):
