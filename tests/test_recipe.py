@@ -58,8 +58,13 @@ def test_number_of_epochs_depends_on_number_of_images(weights, has_gpu, expected
     assert {n: choose(n, weights=weights, has_gpu=has_gpu).epochs for n in expected} == expected
 
 
-def test_explicit_flags_drop_conflicting_choices(capsys):
+@pytest.mark.parametrize("in_file", [False, True])
+def test_explicit_flags_drop_conflicting_choices(tmp_path, capsys, in_file):
     flags = ["--asp", "--prune-model", "--amp-dtype", "bfloat16"]
+    if in_file:
+        path = tmp_path / "flags.yaml"
+        path.write_text("asp: true\nprune_model: true\namp_dtype: bfloat16\n")
+        flags = ["--config", str(path)]
     s = config.parse_args(["--choose-recipe", *flags])
     s.resolve("machine", device="gpu")
     recipe.Recipe(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {})).choose()

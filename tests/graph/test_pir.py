@@ -198,6 +198,16 @@ def run(main, startup, *names):
 
 
 @only_paddle_3
+def test_sums_are_cumulative_from_the_end_if_reversed(program):
+    main, startup, x, _ = program
+    with static.program_guard(main, startup):
+        for is_reversed in (False, True):
+            graph.operator("sums", "cumsum", {"X": x}, axis=0, reverse=is_reversed)
+    names = [op.output("Out")[0] for op in graph.block(main).ops if op.type == "cumsum"]
+    np.testing.assert_array_equal(run(main, startup, *names), [[1, 3, 6], [6, 5, 3]])
+
+
+@only_paddle_3
 def test_operator_that_overwrites_a_variable_changes_later_readers(program):
     """z = x + y is computed after y has been overwritten with -y."""
     main, startup, *_ = program
