@@ -344,7 +344,7 @@ def use_threads(patch):
 
 @pytest.fixture
 def few_checked_labels(monkeypatch):
-    """Let a run check the labels of two images before its first step, so that a bad label is found later."""
+    """Check the labels of only two images before the first step of a run, so that a bad label is found later."""
     monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
 
 
