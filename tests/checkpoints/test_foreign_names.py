@@ -144,9 +144,11 @@ def test_logits_equal_those_recorded_with_other_projects(case):
 COVERED = {"ResNet34", "ResNet50", "ResNet101", "ResNet152", "XResNet50", "EfficientNet_Lite0", "EfficientNet_Lite2"}
 IN_TIMM = [arch for arch, network in MODELS.items() if getattr(network, "timm", None)]
 # In timm, the BN layers of these networks have a different epsilon.
-QUICK = ("MobileNetV2", "MobileNetV3_Small")
+WITH_OTHER_EPSILON = ("MobileNetV2", "MobileNetV3_Small")
 EACH_IN_TIMM = [
-    pytest.param(arch, marks=[pytest.mark.slow] * (arch not in QUICK) + [pytest.mark.soak] * (arch in COVERED))
+    pytest.param(
+        arch, marks=[pytest.mark.slow] * (arch not in WITH_OTHER_EPSILON) + [pytest.mark.soak] * (arch in COVERED)
+    )
     for arch in IN_TIMM
 ]
 

@@ -78,15 +78,12 @@ def test_labels_of_test_images(tmp_path, capsys):
     hub(tmp_path / "y")
     write(tmp_path / "y/data/test-00000-of-00001.parquet", table(rows(1, 50), label=lambda _: -1))
     assert {split: len(images) for split, images in sources.read(tmp_path / "y")[1].items()} == COUNTS
-    for split, label in (("test", -1), ("validation", None)):
-        write(tmp_path / split / "train.parquet", table(rows(5)))
-        write(tmp_path / split / f"{split}.parquet", table(rows(1, 50), label=lambda _, label=label: label))
-        _, splits, _ = sources.read(tmp_path / split)
+    for name, split, label in (("test", "test", -1), ("validation", "val", None)):
+        write(tmp_path / name / "train.parquet", table(rows(5)))
+        write(tmp_path / name / f"{name}.parquet", table(rows(1, 50), label=lambda _, label=label: label))
+        _, splits, _ = sources.read(tmp_path / name)
         assert {split: len(images) for split, images in splits.items()} == {"train": 16, "val": 4}
-        assert (
-            f"4 {split[:4].replace('vali', 'val')} images left out, because they have no label"
-            in capsys.readouterr().out
-        )
+        assert f"4 {split} images left out, because they have no label" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("label", "expected"), [(NAMES.__getitem__, NAMES), (lambda k: k, None)])

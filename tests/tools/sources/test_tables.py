@@ -403,7 +403,7 @@ def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
     for options in (columns, Options(image_column="photo", label_column="kind", split_column="fold")):
         with pytest.raises(UsageError, match="has 2 classes with validation images, but without training images"):
             sources.read(tmp_path, options=options)
-    # A column that contains other values than names of splits is not one.
+    # A column whose values are not names of splits is not one.
     put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines.replace('valid', '1').replace('train', '2')}")
     _, splits, classes = sources.read(tmp_path, options=columns)
     assert classes == NAMES

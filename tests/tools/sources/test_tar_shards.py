@@ -87,7 +87,7 @@ def test_texts_of_which_more_than_half_differ_are_not_labels(tmp_path, texts, ar
 
 def test_missing_shards_are_accepted_if_allowed(tmp_path, capsys):
     gap(tmp_path)
-    with pytest.raises(UsageError, match="contains .* twice|1 shard missing"):
+    with pytest.raises(UsageError, match="1 shard missing"):
         sources.read(tmp_path)
     sources.read(tmp_path, options=Options(allow_partial=True))
     assert "1 shard missing (number 1); only the other shards are imported" in capsys.readouterr().err
