@@ -170,6 +170,8 @@ def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, 
     assert text == f"{line}GPU (JPEG pixels within 6 levels of those here)\n"
     # A checkpoint without an evaluation, and an export from an earlier version.
     assert preprocessing._decoder_text(None) == preprocessing._decoder_text({"top1": 0.5}) == ""
+    text = preprocessing._decoder_text({"map": 0.25, "loss": 1.0, "decoder": "cpu"})
+    assert text.startswith("recorded mAP 0.25: validation images decoded on a CPU")
 
 
 def test_interrupt_exits_with_code_130_and_leaves_no_output(checkpoint, tmp_path, capsys, monkeypatch):

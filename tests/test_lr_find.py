@@ -84,6 +84,12 @@ def test_noise_and_rising_losses_have_no_suggestion(steps):
         assert lr_curve.suggest(rates(steps=steps)[: len(curve)], curve, steps) is None
 
 
+def test_noise_after_the_minimum_does_not_prevent_a_suggestion():
+    falling, noise = np.linspace(2.3, 1, 30), np.random.RandomState(0).standard_normal(70)
+    steepest, minimum = lr_curve.suggest(rates(steps=100), [*falling, *(4 + 1.5 * noise)], 100)
+    assert steepest < minimum < rates(steps=100)[30]
+
+
 def test_size_of_divergence_does_not_change_suggestion():
     x, y = synthetic()
     assert lr_curve.suggest(x, [*y[:-1], 1e30], 100) == lr_curve.suggest(x, [*y[:-1], 50.0], 100)

@@ -141,11 +141,19 @@ def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
 
 
 def test_image_without_a_predicted_class_needs_no_heat_map(trained, data, tmp_path, capsys):
-    folder = with_meta(trained[0] / "2", tmp_path / "above_all", thresholds=[1.0] * len(CLASSES))
+    """Classes without names are listed by their numbers."""
+    changes = {"thresholds": [1.0] * len(CLASSES), "class_names": CLASSES[:1]}
+    folder = with_meta(trained[0] / "2", tmp_path / "above_all", **changes)
     path = str(next(each for each in sorted(data.rglob("*.*")) if each.suffix != ".csv"))
+    flags = [str(folder), path, "--device", "cpu", "--heat-map", str(tmp_path / "maps")]
     capsys.readouterr()
-    assert predict.main([str(folder), path, "--device", "cpu", "--heat-map", str(tmp_path / "maps")]) == 0
+    assert predict.main(flags) == 0
     assert capsys.readouterr().out == f"{path}: none of the classes\n"
+    assert predict.main([*flags, "--json", "--csv", str(tmp_path / "p.csv")]) == 0
+    assert json.loads(capsys.readouterr().out) == {"image": path, "classes": [], "heat_map": None}
+    [row] = rows(tmp_path / "p.csv")
+    assert list(row) == ["image", "prediction", "probability_blue", "probability_1", "probability_2"]
+    assert row["prediction"] == "" and None not in row
 
 
 def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
@@ -156,6 +164,7 @@ def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     page = (tmp_path / "page.html").read_text()
     best = max(phase(report, [epoch], "val.")["map"] for epoch in range(2))
     assert f"{best:.2%}</b><span>best mAP" in page and "top1" not in page.partition("<h2>Time")[0]
+    assert f"{phase(report, [1], 'val.')['map_micro']:.2%}</b><span>final micro mAP" in page
     assert "Confusion matrix" not in page and ">AP<" in page
     table = {row["class"]: row for row in rows(tmp_path / "report.classes.csv")}
     for name, row in table.items():
@@ -164,8 +173,16 @@ def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     wrong = [int(row["images"]) + int(row["predicted"]) - 2 * int(row["correct"]) for row in table.values()]
     assert page.count("data:image/jpeg") > 0
     assert page.count("missed") + page.count("wrongly found") == sum(min(count, WRONG_IMAGES) for count in wrong)
+    assert page.count('alt="heat map of ') == page.count('alt="val/') > 0
+    capsys.readouterr()
+    # The table of --predictions replaces the table next to the report.
+    (tmp_path / "report.predictions.csv").rename(tmp_path / "p.csv")
+    text = (tmp_path / "report.json").read_text()
+    (tmp_path / "report.json").write_text(text.replace('"predictions": null', f'"predictions": "{tmp_path}/p.csv"'))
     assert report_command.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "again.html")]) == 0
-    assert "best mAP" in capsys.readouterr().out and "best mAP" in (tmp_path / "again.html").read_text()
+    out, again = capsys.readouterr().out, (tmp_path / "again.html").read_text()
+    assert "best mAP" in out and "\nmAP, " in out and "best mAP" in again
+    assert again.count("data:image/jpeg") == page.count("data:image/jpeg")
 
 
 @pytest.mark.slow
@@ -290,6 +307,12 @@ def test_tta_averages_probabilities(trained, run_train, data, tmp_path):
     )
     np.testing.assert_allclose(evaluated, predicted, atol=2e-5)
     assert rows(tmp_path / "none.csv") != rows(tmp_path / "flip.csv")
+    network, metrics = networks.load_checkpoint(folder / "2"), phase(report, [2], "val.")
+    network.args.set("test", tta="flip")
+    score = scores.score(network, network.model(logits=True), data, as_evaluated=True)
+    assert (score["loss"], score["map"]) == (pytest.approx(metrics["loss"], rel=1e-5), pytest.approx(metrics["map"]))
+    is_predicted = evaluated >= network.description["multi_label"]["thresholds"]
+    assert score["correct"] == np.count_nonzero(is_predicted == labels("val"))
 
 
 @pytest.mark.parametrize("kind", ["csv", "folders", "vector", "numbers"])
@@ -359,7 +382,7 @@ def test_prediction_prints_all_classes_above_threshold(trained, data, tmp_path, 
 
 
 def test_checkpoint_without_evaluation_has_threshold_one_half(train, data, tmp_path, capsys):
-    assert train("--run-scope", "train_only")[0] == 0
+    assert train("--run-scope", "train_only", "--num-of-class", "5")[0] == 0  # two outputs have no class
     assert predict.main([str(tmp_path / "output/Tiny"), str(data / "val/07.png"), "--device", "cpu", "--json"]) == 0
     entry = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert all(each["threshold"] == 0.5 <= each["probability"] for each in entry["classes"])
@@ -387,6 +410,13 @@ def run_script(folder, image):
     """Run preprocess.py of an export and return its output."""
     command = [sys.executable, str(folder / "preprocess.py"), str(image)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_temperature_is_not_supported(trained, data, tmp_path, capsys):
+    flags = ["--verify", str(data), "--temperature", "auto"]
+    assert export.main([str(trained[0]), str(tmp_path / "exported"), *flags]) == 2
+    message = "--temperature auto: not supported for multi-label networks; remove the flag"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -426,10 +456,14 @@ def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_pat
         found.append([float(rows(tmp_path / "p.csv")[0][f"probability_{name}"]) for name in CLASSES])
     np.testing.assert_allclose(*found, atol=5e-3)
     # The network reads what model.json describes.
+    assert predict.main([str(tmp_path / "e/model.onnx"), image, "--device", "cpu", "--precision", "float32"]) == 2
+    assert "--precision float32: " in capsys.readouterr().err
     pixels = preprocessing.model_input(image, preprocessing.read_model(tmp_path / "e/model.json"))
     assert pixels.dtype == np.uint8
     [probabilities] = inference.open_onnx(tmp_path / "e/model.onnx", "cpu").run(pixels)
     np.testing.assert_allclose(probabilities, found[0], atol=5e-3)
+    again, logits = inference.open_onnx(tmp_path / "e/model.onnx", "cpu", logits=True).outputs(pixels)
+    np.testing.assert_allclose(again, label_metrics.probabilities(logits), atol=1e-5)
 
 
 def test_verify_compares_labels_losses_and_map(trained, data):
@@ -437,6 +471,12 @@ def test_verify_compares_labels_losses_and_map(trained, data):
     score = scores.score(network, network.model(logits=True), data)
     assert score["decisions"] == COUNTS["val"] * len(CLASSES)
     verification.check_agreement("engine", score, "reference", score, "")
+    model, near = network.model(logits=True), np.array(network.description["multi_label"]["thresholds"]) + 5e-5
+    model.outputs = lambda images: (
+        np.tile(near, (len(images), 1)),
+        np.tile(np.log(near / (1 - near)), (len(images), 1)),
+    )
+    assert scores.score(network, model, data)["ties"] == score["decisions"]
     for changes in ({"correct": score["correct"] - 5}, {"map": score["map"] + 0.01}, {"loss": score["loss"] + 0.01}):
         with pytest.raises(RunError, match="disagree"):
             verification.check_agreement("engine", score | changes, "reference", score, "")

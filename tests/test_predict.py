@@ -55,6 +55,7 @@ def probabilities(path, images, **options):
 def test_predictions_match_evaluation(trained, model_of, val_images, kind, shape):
     """Preprocessing, channels, width and height come from the checkpoint."""
     preprocessing = ["--resize-short", "44", "--interp", "cubic", "--normalize-mean", "0.5,0.4,0.3"]
+    preprocessing += ["--normalize-scale", "0.005"]
     checkpoint, expected = trained(*preprocessing, *NHWC, "--image-shape", shape)
     paths, labels = val_images
     actual = probabilities(model_of(kind, checkpoint), paths, batch_size=5)
@@ -151,8 +152,10 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
     (folder / "copy").symlink_to(folder / "below")
     for name in ("a.gif", "b.GIF", "c.heic", "Makefile", ".hidden.jpg"):
         (folder / "below" / name).write_text("")
+    (folder / "UPPER.JPG").write_text("")
     names = sorted(path.name for path in (photos / "val/class1").iterdir())
-    assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
+    expected = [str(folder / "UPPER.JPG"), *(str(folder / "link" / name) for name in names)]
+    assert predict.find_images([str(folder)], None) == expected
     skipped = "2 .gif, 2 folders already read (links), 1 .heic, 1 hidden or system files, 1 without extension"
     assert capsys.readouterr().err.startswith(
         f"warning: {folder}: skipped {skipped}; if these include images, rename them so that they end in .jpg, "
@@ -185,7 +188,7 @@ def test_unusable_stdin_is_an_error(data, message):
 
 def test_paths_on_stdin_may_begin_and_end_with_spaces_and_have_4096_bytes():
     stdin = io.TextIOWrapper(io.BytesIO(b" a .jpg \n\n" + b"x" * 4096 + b"\n"))
-    assert predict.find_images(["-"], stdin) == [" a .jpg ", "x" * 4096]
+    assert predict.find_images(["b.jpg", "-", "a.jpg"], stdin) == ["b.jpg", " a .jpg ", "x" * 4096, "a.jpg"]
 
 
 def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys):
@@ -514,7 +517,7 @@ def test_closed_pipe_ends_predictions_of_paths_on_stdin_silently(exported, val_i
 
 
 def test_csv_quotes_line_breaks_in_image_names(checkpoint, val_images, tmp_path):
-    names = [f"{tmp_path}/a{character}.jpg" for character in ("\r", "\n", '"', ",")]
+    names = [f"{tmp_path}/a{character}.jpg" for character in ("\r", "\n", "\r\n", '"', ",")]
     for name in names:
         shutil.copy(val_images[0][0], name)
     table = tmp_path / "table.csv"

@@ -53,9 +53,10 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
         ["0", "2", "2", "dog, small", "2", "4"],
         ["2", "2", "1", "2", "2", "4"],
     ]
-    worse = result | {"confusion": confusion[:1]}
+    worse = result | {"confusion": confusion[:1], "not_finite": 2, "images": 5}
     report.write_classes(args.part(report.Options), worse, ["dog, small", "cat"], 5, is_best=False)
     assert len(read(tmp_path / "run.confusion.csv")) == 4
+    assert "loss: not finite for 2 of 5 images" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
         ({"benchmark": True, "predictions": "p.csv"}, []),
         ({"run_scope": RunScope.TRAIN_ONLY}, []),
         ({"report_file": "/dev/null"}, []),
+        ({"report_file": "/dev/null", "predictions": "p.csv"}, []),
     ],
 )
 def test_outputs_of_a_run(parse, tmp_path, flags, kinds):
@@ -78,9 +80,12 @@ def test_outputs_of_a_run(parse, tmp_path, flags, kinds):
         name: path and str(path) for name, path in (chosen | files).items()
     }
     assert report.announced(*where) == {"--report-file"}
-    if kinds:
+    if where[1]:
+        of_task = set(report.tables(*where, is_multi_label=True)) - {"predictions"}
+        assert of_task == {*kinds} & {"classes", "averages"}  # several labels have no confusion counts
         predictions = flags.get("predictions", files.get("predictions.csv next to --report-file"))
         assert report.tables(*where).get("predictions") == predictions
+    if kinds:
         (tmp_path / "a.json").touch()
         assert report.announced(*where) >= {"--report-file", *files}
 
@@ -254,6 +259,10 @@ def test_resumed_run_may_be_recorded_under_a_link(tmp_path):
             replaced(below, tmp_path / "o/Tiny")
             path.write_text(line("PARAMETER", output_dir=f"{tmp_path}/o", model_arch_name="net.py:Tiny") + line([0]))
             replaced(path, tmp_path / "output/Tiny")
+        evaluation = line("PARAMETER", output_dir=f"{tmp_path}/o", model_arch_name="Tiny", run_scope="eval_only")
+        (tmp_path / "eval.json").write_text(evaluation + line([0]))
+        with pytest.raises(UsageError, match="eval.json: is the report of a different evaluation run; choose a"):
+            replaced(tmp_path / "eval.json", tmp_path / "output/Tiny")
         # A run from a checkpoint also continues the report of the checkpoint's run.
         checkpoint = SimpleNamespace(folder=tmp_path / target / "Tiny/0", resumes=True)
         replaced(path, tmp_path / "output/Tiny", checkpoint=checkpoint)
@@ -337,9 +346,10 @@ def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_p
     expected |= {"last.epoch": 3, "best.epoch": 1, "best.val.top1": 0.75}
     assert complete(*training) == ([expected], 1)
     assert complete(*training, step=2) == ([expected | {"last.step": 2}], 1)
-    teacher = {"arch": "Net", "sha256": "0" * 64, "top1": 0.875}
-    of_teacher = {f"teacher.{name}": value for name, value in teacher.items()}
-    assert complete(*training, teacher=teacher | {"folder": "teachers/Net/0"}) == ([expected | of_teacher], 1)
+    for metric in ("top1", "map"):
+        teacher = {"arch": "Net", "sha256": "0" * 64, metric: 0.875}
+        of_teacher = {f"teacher.{name}": value for name, value in teacher.items()}
+        assert complete(*training, teacher=teacher | {"folder": "teachers/Net/0"}) == ([expected | of_teacher], 1)
     assert complete(*training, rank=1) == ([], 0)
     assert complete(*training, folder=tmp_path / "output") == ([], 0)  # the report of a different run
     assert complete(*ended) == ([], 1)
@@ -377,6 +387,13 @@ def test_unreadable_report_is_an_error():
         UsageError, match=r"--report-file /proc/self/mem: cannot be read \(Input/output error\); choose"
     ):
         replaced("/proc/self/mem", Path("output/Tiny"), resume=False)
+
+
+def test_default_report_name_of_a_benchmark_does_not_depend_on_its_scope():
+    names = {(scope, flag): report.default_name(scope, flag) for scope in RunScope for flag in (False, True)}
+    assert {name for (_, is_benchmark), name in names.items() if is_benchmark} == {"report.benchmark.json"}
+    assert names[RunScope.EVAL_ONLY, False] == "report.eval.json"
+    assert names[RunScope.TRAIN_ONLY, False] == names[RunScope.TRAIN_EVAL, False] == "report.json"
 
 
 @pytest.mark.slow

@@ -104,6 +104,19 @@ def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path
     assert not (tmp_path / "net.executed").exists()
 
 
+def test_flag_chooses_the_file_of_heat_maps_and_exports(file, trained, photo_paths, tmp_path, capsys):
+    """The file can have moved since the training run. Its network has no names of timm."""
+    file.rename("moved.py")
+    flags = ["--model-arch-name", "moved.py:Net"]
+    images = [photo_paths[0], "--device", "cpu", *flags, "--heat-map", "maps", photo_paths[1]]
+    assert predict.main([str(trained), *images]) == 0
+    assert len(list((tmp_path / "maps").iterdir())) == 2
+    assert export.main([str(trained), "exported", *flags, "--safetensors"]) == 0
+    with open("exported/model.safetensors", "rb") as tensors:
+        header = json.loads(tensors.read(int.from_bytes(tensors.read(8), "little")))
+    assert header["__metadata__"] == {"format": "np", "network": "paddle_resnet.Net"}
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -173,6 +173,8 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypa
     pairs = [{"label": "0", "predicted": str(i), "images": "1", "predicted_class": f"c{i}"} for i in range(1, 6)]
     many = page._worst(None, [classes[0] | {"label": str(i)} for i in range(10)], pairs, [])
     assert len(many) == 8 and many[0]["mistaken_for"] == [("c1", "1"), ("c2", "1"), ("c3", "1")]
+    many = page._worst(None, [classes[0] | {"label": str(i), "top1": f"{0.9 - i / 100}"} for i in range(10)], [], [])
+    assert [row["label"] for row in many] == ["9", "8", "7", "6", "5", "4", "3", "2"]
     monkeypatch.setattr(page, "_images", lambda run: {"right": "right", "wrong": "wrong", "nan": "nan"})
     monkeypatch.setattr(page, "_thumbnail", lambda image: image)
     keys = ("image", "label", "prediction", "predicted_class", "probability_1")
@@ -187,6 +189,45 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypa
         (2, 0, 0.75),
         (0, 0, 0.25),
     ]
+
+
+def test_image_without_a_prediction_is_shown_without_a_heat_map(trained, photos, tmp_path):
+    """The logits of an image can be NaN. The drawer gets the evaluation that the checkpoint must have."""
+    for path in trained.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "best").mkdir()
+    with open(tmp_path / "report.predictions.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    lost, *others = [row for row in rows if row["label"] != row["prediction"]]
+    lost |= dict.fromkeys(("prediction", "predicted_class", "probability_1"), "")
+    for row in others[3:]:  # so that the page shows all images with a wrong prediction
+        row["prediction"] = row["label"]
+    with open(tmp_path / "report.predictions.csv", "w", newline="") as f:
+        writer = csv.DictWriter(f, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    evaluations, labels, picture = [], [], next((photos / "val").glob("*/*")).read_bytes()
+
+    def open_drawer(checkpoint, evaluation):
+        evaluations.append((checkpoint, evaluation))
+        return lambda data, label: labels.append(label) or picture
+
+    page.write(tmp_path / "page.html", tmp_path / "report.json", open_drawer)
+    summary, text = read_report(tmp_path / "report.json")[-1]["data"], (tmp_path / "page.html").read_text()
+    expected = {name: summary[f"best.val.{name}"] for name in ("loss", "top1")}
+    assert evaluations == [(tmp_path / "best", expected)]
+    assert f'alt="{lost["image"]}"' in text and f'alt="heat map of {lost["image"]}"' not in text
+    assert labels and set(labels) <= {int(row["prediction"]) for row in others[:3]}
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "L", "CMYK"])
+def test_thumbnails_of_all_kinds_of_pixels_are_in_color(tmp_path, mode):
+    suffix = "tiff" if mode == "CMYK" else "png"
+    path = tmp_path / f"a.{suffix}"
+    Image.new(mode, (600, 300)).save(path)
+    data = page._thumbnail(ListedImage("a", str(path), 0))
+    with Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2]))) as thumbnail:
+        assert (thumbnail.mode, thumbnail.size) == ("RGB", (288, 144))
 
 
 def test_thumbnails_and_heat_maps_are_those_of_images_in_record_files(run_train, checkpoint, converted, tmp_path):
@@ -209,6 +250,7 @@ def test_images_are_listed_in_the_format_of_the_run(photos, converted, tmp_path)
     (tmp_path / "val").symlink_to(photos / "val")
     first = min(expected)
     (tmp_path / "val.txt").write_text(f"{first} 0\n")
+    (tmp_path / "train/class0").mkdir(parents=True)  # the other classes have been removed since the run
     assert names(image_root=str(tmp_path), data_format="folder") == expected
     assert names(image_root=str(tmp_path), data_format="filelist") == {first}
     (tmp_path / "val.txt").write_text(f"{photos / first} 0\n")
@@ -283,13 +325,14 @@ def test_last_entry_of_step_is_used_and_startup_times_are_summed(write_run):
     assert report.changed_flags() == {"lr": 0.1, "output_dir": "a"}  # all parameters that differ from the defaults
     with open(report.path, "a") as f:
         f.write(
-            entry("PARAMETER", 5).replace('"data": {}', '"data": {"lr": 7}').replace("2026", "2027")
+            START_OF_RUN  # a start that ended before its first step
+            + entry("PARAMETER", 5).replace('"data": {}', '"data": {"lr": 7}').replace("2026", "2027")
             + entry([0, 1], 9, train_loss=1.5)
             + '{"torn'
         )
     report = reading.read(path)
     assert report.steps[0, 1] == {"train.loss": 1.5}
-    assert (report.total_s, report.start_s, report.summary) == (29, 6, {})
+    assert (report.total_s, report.start_s, report.summary) == (30, 7, {})
     assert report.parameters == {"lr": 7} and report.when == "2026-01-01 10:00"
 
 
@@ -317,24 +360,26 @@ def test_comparison_lists_differing_flags_and_first_differing_step(write_run, ca
         write_run("a", [3.0, 2.0, 1.0, math.nan]),
         write_run("b", [3.0, 2.0, 1.0 + 1e-15, 0.5], lr=0.2, ended=False),
     ]
-    runs += [write_run("c", [3.0, 2.0, 1.0, math.nan]), write_run("d", [])]
+    runs += [write_run("c", [3.0, 2.0, 1.0, math.nan]), write_run("d", []), write_run("e", [3.0, 2.0, 1.0, 0.5])]
     assert report_command.main(runs) == 0
     output = capsys.readouterr().out
-    assert re.search(r"│ lr +│ 0.1 +│ 0.2 +│ 0.1 +│ 0.1 +│", output)
+    assert re.search(r"│ lr +│ 0.1 +│ 0.2 +│ 0.1 +│ 0.1 +│ 0.1 +│", output)
     assert "output_dir" not in output  # output_dir is not listed, because paths do not affect results
     assert "b: first differs at epoch 1 step 0: loss 1.000000000000001 instead of 1.0; equal in the" in output
     assert "c: same losses in 4 common steps" in output
     assert "d: no step in common with the first run" in output
+    assert "e: first differs at epoch 1 step 1: loss 0.5 instead of not finite; equal in the 3 logged" in output
     assert re.search(r"│ epochs +│ 2 +│ 2, not finished +│", output)
     assert re.search(r"best top1 +│ 0.1000 \(epoch 1\)", output)
     assert "top1, 0 to 0.1\n  ▁█  a\n" in output
 
 
 def test_comparison_escapes_control_characters(write_run, capsys):
-    runs = [write_run("a\x1b[31m", [3.0, 2.0]), write_run("b\n", [3.0, 1.0])]
-    assert report_command.main(runs) == 0
+    runs = [write_run("a\x1b[31m", [3.0, 2.0]), write_run("b\n", [3.0, 1.0]), write_run("c\udcff", [3.0, 2.0])]
+    assert report_command.main([*runs, "--html", f"{runs[0]}.html"]) == 0
     output = capsys.readouterr().out
     assert "\x1b" not in output and "  ▁  a\\x1b[31m\n" in output and "\nb\\n: first differs at epoch 0" in output
+    assert "c\\udcff</b> same losses" in Path(f"{runs[0]}.html").read_text()
 
 
 def test_comparison_shows_metrics_of_last_epoch_and_best_top1(write_run):
@@ -364,7 +409,7 @@ def test_first_differing_step_does_not_depend_on_order_of_entries():
 
 def test_html_page_of_comparison_and_of_one_run(write_run, trained, tmp_path):
     runs = [write_run("a", [3.0, 2.0]), write_run("<i>", [3.0, 1.0], lr=0.2)]
-    assert report_command.main([*runs, "--html", str(tmp_path / "two.html")]) == 0
+    assert report_command.main([runs[0], "--html", str(tmp_path / "two.html"), runs[1]]) == 0
     html_page = Reader((tmp_path / "two.html").read_text())
     assert html_page.open == [] and html_page.addresses == [] and "<i>" in html_page.text
     assert "first differs at epoch 0 step 1" in html_page.text
@@ -409,7 +454,7 @@ def test_chart_escapes_names_and_draws_all_float32_values():
     ):
         for from_zero in {False, values[0] >= 0}:
             svg = curves.chart([("<a>", "train", list(enumerate(values)))], from_zero=from_zero)
-            assert "nan" not in svg and "inf" not in svg and "&lt;a&gt;" in svg
+            assert "nan" not in svg and "inf" not in svg and "&lt;a&gt;" in svg and 'aria-label="&lt;a&gt;"' in svg
 
 
 def labels(svg):
@@ -637,6 +682,7 @@ def test_values_of_metrics(metric, valid, invalid):
     [
         ("classes.csv", "label,class,images,correct,top1\n0,a,1,1,\n", None),
         ("classes.csv", "label,class,images,correct,top1\n0,a,,1,\n", "line 2, images is ''"),
+        ("classes.csv", "label,images,correct,top1\n0,1,1,\n", "column class is missing"),
         (
             "classes.csv",
             "label,class,images,correct,top1\n0,a\n",
@@ -1069,6 +1115,11 @@ def test_page_does_not_replace_its_inputs(trained, photos, tmp_path, capsys):
     ):
         assert report_command.main([str(tmp_path), "--html", str(page_file)]) == 2
         assert message in capsys.readouterr().err
+    other = tmp_path / "other/report.json"
+    other.parent.mkdir()
+    other.write_text(START_OF_RUN)
+    assert report_command.main([str(other.parent), str(tmp_path), "--html", str(report)]) == 2
+    assert f"the same file as RUN {report}, which this command reads" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 

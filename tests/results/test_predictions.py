@@ -73,6 +73,22 @@ def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, p
         assert len(matches) == int(pair["images"])
 
 
+@pytest.mark.parametrize("data_format", ["folder", "filelist"])
+def test_rows_list_the_images_that_the_flags_choose(photos, predict, tmp_path, data_format):
+    """The file list contains images outside the folder, and is not read with --data-format folder."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/val").symlink_to(photos / "val")
+    names = [f"{photos}/val/{name}.jpg" for name in ("class1/01", "class0/03", "class2/02")]
+    (tmp_path / "data/val.txt").write_text("".join(f"{name} {name[-8]}\n" for name in names))
+    if data_format == "folder":
+        names = sorted(str(path.relative_to(photos)) for path in photos.glob("val/*/*"))
+    (tmp_path / "skip.txt").write_text(f"{names[-1]}\n")
+    flags = ["--data-format", data_format, "--skip-list", tmp_path / "skip.txt"]
+    flags += ["--allow-outside"] if data_format == "filelist" else []
+    listed, _ = predict(*flags, image_root=tmp_path / "data")
+    assert [row["image"] for row in listed] == names[:-1]
+
+
 @pytest.mark.slow
 def test_predictions_follow_image_content_in_every_format(predict, converted, tmp_path):
     """In every storage format, images with the same bytes have the same probabilities, regardless of shards and skip

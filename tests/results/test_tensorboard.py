@@ -79,10 +79,11 @@ def test_scalars_match_report(board):
 def test_steps_of_entries_and_number_of_pictures():
     calls = []
     board = results._Board.__new__(results._Board)
-    board._timeline = SimpleNamespace(batches=lambda epoch: 10, batches_before=lambda epoch: 100 * epoch)
+    board._timeline = SimpleNamespace(batches=lambda epoch: 5 * epoch, batches_before=lambda epoch: 100 * epoch)
     board._first_step = 3
     board._writer = SimpleNamespace(
         add_scalar=lambda *arguments: calls.append(arguments),
+        add_text=lambda tag, text, step: calls.append((tag, text, step)),
         add_images=lambda tag, images, step, dataformats: calls.append((tag, len(images), step, dataformats)),
         flush=lambda: calls.append("flush"),
     )
@@ -96,8 +97,9 @@ def test_steps_of_entries_and_number_of_pictures():
         board.add(step, data)
         assert calls == expected + ["flush"] * (len(step) == 1)
         calls.clear()
+    board.add("PARAMETER", {"lr": 0.5})
     board.show(np.zeros((65, 2, 2, 3)))
-    assert calls == [("first_batch", 64, 3, "NHWC")]
+    assert calls == [("configuration", "```yaml\n{lr: 0.5}\n```", 3), ("first_batch", 64, 3, "NHWC")]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import csv
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -110,6 +111,10 @@ def test_exports_and_unwritable_files_are_errors(checkpoint, photo_paths, tmp_pa
     (tmp_path / "model.onnx").touch()
     with pytest.raises(UsageError, match="exported networks do not return features; use the checkpoint"):
         inference.open_model(tmp_path / "model.onnx", "cpu", features=True)
+    image = shutil.copy(photo_paths[0], tmp_path / "image.npy.csv")
+    assert predict.main([str(checkpoint), str(image), "--features", str(tmp_path / "image.npy")]) == 2
+    message = f"the table next to --features {image}: the same file as the image {image}"
+    assert message in capsys.readouterr().err
     for path, message in (
         (photo_paths[0], "the same file as the image"),
         (f"{photo_paths[0]}/x.npy", "cannot be written"),

@@ -211,6 +211,8 @@ def test_map_of_a_rectangular_crop_covers_the_crop():
     assert (heat.shape, heat.size / 2, len(rows)) == ((64, 64), 64 * 32, 64 * 32)
     assert (rows.min(), rows.max(), columns.min(), columns.max()) == (0, 63, 16, 47)
     assert (heat[0, 16], heat[0, 47], heat[63, 47]) == (0, pytest.approx(1 / 3), 1)
+    # The reduced side of a narrow image has at least one pixel.
+    assert heat_maps._on_image(np.float32([[0, 1], [2, 3]]), (4000, 1), description).shape == (1024, 1)
 
 
 def test_map_without_differences_is_cold(corner):
@@ -252,6 +254,7 @@ def test_exports_have_no_heat_maps(corner, tmp_path):
 def test_command_writes_a_heat_map_per_image(corner, tmp_path, capsys):
     photos, maps = tmp_path / "photos", tmp_path / "maps"
     photos.mkdir()
+    maps.mkdir()  # the folder may exist if it is empty
     (photos / "a.png").write_bytes(image((64, 40), "bottom right", BLUE, 6))
     (photos / "b.jpg").write_bytes(b"not an image")
     (photos / "c.jpg").write_bytes(image((40, 40), "top left", RED, suffix="jpeg"))
@@ -269,6 +272,14 @@ def test_command_writes_a_heat_map_per_image(corner, tmp_path, capsys):
     plain = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert plain == [{name: line[name] for name in ("image", "top")} for line in lines]
     assert predict.main([str(corner), str(photos), *flags, "--heat-map", str(maps)]) == 2  # not empty
+
+
+def test_name_of_a_heat_map_ends_like_the_name_of_the_image(corner, tmp_path):
+    """File systems limit the name to 255 bytes."""
+    path = tmp_path / f"{'a' * 100}{'b' * 146}.png"
+    path.write_bytes(image((40, 40), "top left"))
+    drawn = heat_maps.drawer(str(tmp_path / "maps"), opened(corner)[0])(7, str(path), 0)
+    assert drawn == f"{tmp_path}/maps/000007_{path.name[-200:]}.jpg"
 
 
 def test_image_that_pillow_cannot_read_has_no_heat_map(corner, tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Prediction of image files."""
 
 import shutil
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paddle_resnet.data import bad_images
+from paddle_resnet.data import bad_images, headers
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.serving.model import Model
 from paddle_resnet.utils.errors import RunError
@@ -65,15 +66,18 @@ def test_dali_opens_only_regular_files(tmp_path):
         ("float32", False, "use a different checkpoint"),
     ],
 )
-def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths, precision, steps, remedy):
-    """The values of a network may exceed the range of float16."""
+def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths, precision, steps, remedy, tmp_path):
+    """The values of a network may exceed the range of float16. A file in the same batch is empty."""
     rows = np.arange(9, dtype=np.float32).reshape(3, 3)
     rows[1, 2] = np.nan
     description = networks.load_checkpoint(checkpoint).description
     captured = SimpleNamespace(submit=lambda images: [rows]) if steps else None
     model = Model("", description, lambda images: [rows], precision, captured)
-    first, (_, row, problem), last = image_files.predict(model, photo_paths[:3])
+    (tmp_path / "empty.jpg").touch()
+    paths = [photo_paths[0], str(tmp_path / "empty.jpg"), *photo_paths[1:3]]
+    first, empty, (_, row, problem), last = image_files.predict(model, paths)
     assert (first[1].tolist(), last[1].tolist()) == ([0, 1, 2], [6, 7, 8])
+    assert empty[1:] == (None, "is empty")
     assert (row, problem) == (None, f"has probabilities that are not finite in {precision}; {remedy}")
 
 
@@ -87,6 +91,16 @@ def test_features_of_images_that_are_not_finite_are_omitted(checkpoint, photo_pa
     assert [problem is None for _, problem in checked] == [True, False, True]
     np.testing.assert_array_equal(outputs[0], np.ones((2, 3)))
     np.testing.assert_array_equal(outputs[1], features[[0, 2]])
+
+
+def test_problem_of_an_image_that_is_not_a_file_contains_no_path(checkpoint):
+    """For files, the problem contains the command that converts the file."""
+    model = Model("", networks.load_checkpoint(checkpoint).description, None)
+    info = struct.pack("<IiiHHIIiiII", 40, 40, 40, 1, 16, 0, 3200, 0, 0, 0, 0)  # 16 bits per pixel
+    data = struct.pack("<2sIHHI", b"BM", 3254, 0, 0, 54) + info + bytes(3200)
+    for source, remedy in ((0, headers.SAVE), ("a.bmp", "`")):
+        [(_, row, problem)] = image_files.predict(model, [source], read=lambda _: (data, None))
+        assert row is None and problem.endswith(remedy)
 
 
 def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, photo_paths, tmp_path, monkeypatch):

@@ -15,3 +15,9 @@ def test_classes_without_a_name_are_named_by_their_label():
     [image] = model.predicted_classes(np.array([[0.1, 0.3, 0.6]]))
     expected = [(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]
     assert image == [{"label": label, "class": name, "probability": p} for label, name, p in expected]
+
+
+def test_probability_equal_to_the_threshold_is_sufficient():
+    description = {"output": {"shape": [None, 3]}, "classes": [], "multi_label": {"thresholds": [0.5, 0.25, 0.75]}}
+    [image] = Model("", description, None).predicted_classes(np.array([[0.5, 0.75, 0.5]]))
+    assert [(entry["label"], entry["threshold"]) for entry in image] == [(1, 0.25), (0, 0.5)]

@@ -50,6 +50,9 @@ def test_card_states_data_metrics_preprocessing_and_license():
     assert "/home/someone" not in card  # the card is published
     assert "license:" not in card and "onnx" not in card and "timm" not in card
     assert model_card.text(DESCRIPTION, META, "resnet18") == card  # without --safetensors
+    # Checkpoints of NVIDIA's example record no flags, and those of earlier versions no number of images.
+    card = model_card.text(DESCRIPTION, {"arguments": {}})
+    assert "data set" not in card and "Evaluation of the checkpoint on the validation images:" in card.splitlines()
 
 
 def test_license_and_source_of_converted_weights():
@@ -87,7 +90,19 @@ def test_license_and_source_of_converted_weights():
         ),
         ({"evaluated": {"top1": 0.5, "tta": "flip"}}, {}, "averaged over each image and its mirror image"),
         ({"evaluated": {"map": 0.5, "loss": None}}, {}, "| mAP | 0.5 |"),
+        ({"evaluated": {"top1": 0.0}}, {}, "| top1 | 0 |"),
+        (
+            {"temperature": {"value": 1.5, "ece_before": 0.25, "ece_after": 0.125}},
+            {},
+            "divided by the temperature 1.5: expected calibration error 0.25 before, 0.125 after.",
+        ),
+        (
+            {"preprocessing": DESCRIPTION["preprocessing"] | {"center_crop": [192, 256]}},
+            {},
+            "the central 192 x 256 (height x width) pixels",
+        ),
         ({"classes": []}, {}, "- 3 classes, without names"),
+        (files("model.safetensors") | {"classes": []}, {"timm": "resnet18"}, "num_classes=3"),
         ({"classes": [f"c{i}" for i in range(30)]}, {}, "`c19`, ... (all: `labels.txt`)"),
     ],
 )

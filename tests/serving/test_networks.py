@@ -2,6 +2,7 @@
 
 import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +44,7 @@ def test_bn_statistics_of_a_checkpoint_must_be_averaged(tmp_path, changes, is_av
 def test_description_of_a_network(tta):
     flags = {"resize_short": 40, "interp": "cubic", "normalize_scale": 1, "normalize_mean": [0], "normalize_std": [1]}
     flags |= {"model_arch_name": "a/net.py:Net", "num_of_class": 5, "data_layout": "NCHW", "dali_device": "gpu"}
-    results = {"top1": 0.5, "top5": 0.75, "map": 0.5, "map_micro": 0.25, "loss": 1.5}
+    results = {"top1": 0.0, "top5": 0.75, "map": 0.5, "map_micro": 0.25, "loss": 1.5}
     meta = {"epoch": 3, "classes": ["n01"], "class_names": ["tench"], "evaluated": results | {"images": 9}}
     for crop, recorded in (([32, 32], 32), ([32, 48], [32, 48])):
         options = networks.Options(tta=tta, image_shape=[4, *crop], device="cpu", dali_output_fp16=False, **flags)
@@ -55,6 +56,8 @@ def test_description_of_a_network(tta):
         assert description["input"]["shape"] == [None, 3, *crop] and description["input"]["layout"] == "NCHW"
         assert description["output"] == {"name": "y", "shape": [None, 5], "values": "probabilities"}
         assert description["preprocessing"]["center_crop"] == recorded
+    options = replace(options, dali_device="auto")  # checkpoints of earlier versions
+    assert "decoder" not in networks._describe(options, meta, images, images)["evaluated"]
     del meta["class_names"]
     assert networks._describe(options, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
 
@@ -100,14 +103,19 @@ def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monke
         export.export(checkpoint, tmp_path / "exported")
 
 
-def test_checkpoint_of_nvidia_example_may_have_four_channels(checkpoint, monkeypatch):
+def test_checkpoint_of_nvidia_example_may_have_four_channels_and_masks(checkpoint, monkeypatch):
+    """The name of the folder contains the epoch. The example resizes images with another filter than this project."""
     (checkpoint / "meta.json").unlink()
+    checkpoint = checkpoint.rename(checkpoint.with_name("89"))
     path = checkpoint / "tiny.pdparams"
     state = pickle.loads(path.read_bytes())
     state["conv2d_0.w_0"] = np.pad(state["conv2d_0.w_0"], [(0, 0), (0, 1), (0, 0), (0, 0)])
+    state["linear_0.w_0.asp_mask"] = np.ones_like(state["linear_0.w_0"])
     path.write_bytes(pickle.dumps(state, 4))
     monkeypatch.setattr(networks, "MODELS", {"Tiny": models.MODELS["Tiny"]})
-    assert networks.load_checkpoint(checkpoint).description["arch"] == "Tiny"
+    description = networks.load_checkpoint(checkpoint).description
+    assert (description["arch"], description["epoch"]) == ("Tiny", 89)
+    assert description["preprocessing"]["interp"] == "triangular"
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Conversion of single operators to ONNX. tests/serving/test_writers.py tests networks."""
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
@@ -29,9 +31,9 @@ def inference_program(layer, shape=(3, 8, 8), dtype="float32"):
     return program, [images], [out], lambda name: np.array(scope.find_var(name).get_tensor()), array, expected
 
 
-def folded_shift():
+def folded_shift(groups=1):
     """Return a layer with two convolutions. The second one is followed by a shift, as of a folded BN layer."""
-    first, second = (paddle.nn.Conv2D(3, 3, 3, bias_attr=False) for _ in range(2))
+    first, second = (paddle.nn.Conv2D(3, 3, 3, groups=groups, bias_attr=False) for _ in range(2))
     values = paddle.nn.initializer.Assign(np.array([0.5, -1, 2], np.float32))
     shift = static.create_parameter([3], "float32", default_initializer=values)
     return lambda x: layers._append("elementwise_add", {"X": second(F.relu(first(x))), "Y": shift}, axis=1)
@@ -123,6 +125,7 @@ def test_unsupported_operator_is_an_error(layer, message):
         paddle.nn.Flatten,
         lambda: paddle.nn.Flatten(1, 3),
         folded_shift,
+        partial(folded_shift, groups=3),
     ],
 )
 def test_onnx_output_matches_paddle(layer):

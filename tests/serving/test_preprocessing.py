@@ -223,6 +223,9 @@ def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
     changed["preprocessing"] |= {"center_crop": [1, 2], "resize_short": preprocessing.MAX_SIDE // 2}
     changed["input"]["shape"] = [None, 1, 2, 3] if uint8 else [None, 3, 1, 2]
     assert preprocessing.problem(changed) is None
+    for thresholds in ([0, 1, 0.5], [0, 1], [0, 1, 0.5, 0.5]):
+        problem = preprocessing.problem(changed | {"multi_label": {"thresholds": thresholds}})
+        assert problem == (None if len(thresholds) == 3 else f"multi_label.thresholds is {thresholds}")
     changed["output"]["shape"] = [None, None]
     assert preprocessing.problem(changed) == "classes has 3 names, and output.shape is [None, None]"
     for other in ([], None, {"preprocessing": 1}):

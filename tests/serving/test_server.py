@@ -27,13 +27,13 @@ from paddle_resnet.serving import web
             None,
         ),
         (
-            ["--serve-host", "localhost", "--model-arch-name", "resnet18"],
-            (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]),
+            ["--serve-host", "127.1", "--model-arch-name", "resnet18"],
+            (20 * 10**6, 16, ["127.0.0.1", "127.1", "[::1]", "localhost"]),
             4,
             ("model", "cpu", "ResNet18"),
         ),
     ],
-    ids=["defaults", "flags", "localhost"],
+    ids=["defaults", "flags", "other name of this machine"],
 )
 def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, threads, maps):
     actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}, "classes": []}, None)

@@ -15,7 +15,7 @@ from paddle_resnet.serving import (
     networks,
 )
 from paddle_resnet.utils import confidence
-from paddle_resnet.utils.errors import RunError
+from paddle_resnet.utils.errors import RunError, UsageError
 
 HAS_OPENVINO = importlib.util.find_spec("openvino") is not None
 
@@ -72,14 +72,18 @@ def test_temperature_is_part_of_every_exported_network(trained, photos, photo_pa
 
 @pytest.mark.parametrize("flags", [["--tta", "flip"], ["--qat"]], ids=lambda flags: flags[0])
 def test_recorded_evaluation_is_repeated_without_the_temperature(trained, photos, tmp_path, capsys, flags):
-    """With these flags, a program other than that of the export repeats the evaluation."""
+    """With these flags, a program other than that of the export repeats the evaluation. The images are outside the
+    folder of the data set."""
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02", *flags)
-    has_tensors = "--qat" not in flags
-    options = {"temperature": "auto", "verify": photos, "uint8": True, "safetensors": has_tensors}
+    has_tensors, root = "--qat" not in flags, file_lists(photos, tmp_path / "lists")
+    options = {"temperature": "auto", "verify": root, "uint8": True, "safetensors": has_tensors, "allow_outside": True}
     description = export.export(checkpoint, tmp_path / "exported", **options)
     assert description["input"]["dtype"] == "uint8" and description["temperature"]["value"] != 1
     assert capsys.readouterr().out.rstrip().endswith("confirmed")
-    if has_tensors:
+    if not has_tensors:
+        with pytest.raises(UsageError, match="was trained with --qat, and the file cannot contain its quantization"):
+            export.export(checkpoint, tmp_path / "again", safetensors=True)
+    else:
         check_tensors(tmp_path / "exported/model.safetensors", checkpoint, description["temperature"]["value"])
 
 
@@ -91,20 +95,33 @@ def check_tensors(path, checkpoint, temperature):
         np.testing.assert_allclose(tensors[name] * factor, network.parameter(parameter.variable), rtol=1e-6)
 
 
-def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path):
-    """The images are those of file lists outside the folder of the lists, so each reader needs --allow-outside."""
-    pytest.importorskip("onnxruntime")
-    root = tmp_path / "lists"
+def file_lists(photos, root):
+    """Write file lists of images outside the folder `root`, and return the folder."""
     root.mkdir()
     for split in ("train", "val"):
         paths = sorted((photos / split).glob("*/*.jpg"))
         (root / f"{split}.txt").write_text("".join(f"{path} {path.parent.name[-1]}\n" for path in paths))
+    return root
+
+
+def test_temperature_divides_the_logits_of_the_int8_network(trained, photos, tmp_path, capsys):
+    """The images are those of file lists outside the folder of the lists, so each reader needs --allow-outside."""
+    pytest.importorskip("onnxruntime")
+    root = file_lists(photos, tmp_path / "lists")
     checkpoint, _ = trained("--batch-size", "2", "--lr", "0.02")
-    flags = ["--int8", "--calibrate", str(root), "--allow-outside"]
+    flags = ["--int8", "--calibrate", str(root), "--allow-outside", "--calibration-images", "29"]
+    flags += ["--int8-engine", "tensorrt"]
     assert export.main([str(checkpoint), str(tmp_path / "plain"), *flags]) == 0
     flags += ["--verify", str(root), "--temperature", "auto"]
     assert export.main([str(checkpoint), str(tmp_path / "tempered"), *flags]) == 0
-    value = json.loads((tmp_path / "tempered/model.json").read_text())["temperature"]["value"]
+    description = inference.open_onnx(tmp_path / "tempered/model.onnx", "cpu").description
+    images = {"images": 29, "available": 30, "classes": 3}
+    assert description["int8"] == {"engine": "tensorrt", "weight_bits": 8, "calibration": images}
+    assert "ONNX (`model.onnx` in INT8 for tensorrt)" in (tmp_path / "plain/README.md").read_text()
+    out = capsys.readouterr().out
+    assert "images/s" not in out  # the speed would be that of onnxruntime
+    assert re.search(r"^onnxruntime: top1 .*, 23 images$", out, re.MULTILINE)
+    value = description["temperature"]["value"]
     images = np.random.default_rng(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
     plain, tempered = (
         inference.open_onnx(tmp_path / name / "model.onnx", "cpu", logits=True).outputs(images)[1]

@@ -17,7 +17,7 @@ import pytest
 from conftest import NHWC
 from helpers import predict, with_meta
 from paddle_resnet import dali, export
-from paddle_resnet.checkpoints import contents
+from paddle_resnet.checkpoints import contents, foreign_files
 from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
 from paddle_resnet.native import build as native
@@ -108,9 +108,7 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=6e-5)
 
 
-@pytest.mark.slow
-def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):
-    pytest.importorskip("onnxruntime")
+def test_limit_of_the_accuracy_of_int8_networks():
     score = {"correct": 1000, "images": 1000}
     sample = {"images": 8, "available": 30, "classes": 2}
     model = SimpleNamespace(engine="onnxruntime", description={"output": {"shape": [None, 3]}, "int8": {}})
@@ -128,6 +126,11 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
             "train with --qat$",
         ):
             verification._check_top1(model, "int8", score | {"correct": 994}, score)
+
+
+@pytest.mark.slow
+def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
     real = scores.score
     monkeypatch.setattr(
         scores,
@@ -238,6 +241,7 @@ RECORDED = {"top1": 0.29, "loss": 2.0, "images": 100}  # 0.29 * 100 is less than
         (None, "cpu", False),
         (RECORDED, "gpu", False),
         (RECORDED | {"not_finite": 1}, "cpu", False),
+        (RECORDED | {"not_finite": 100, "loss": None}, "cpu", False),
         (RECORDED | {"images": 50}, "cpu", False),
     ],
 )
@@ -318,6 +322,15 @@ def test_labels_have_the_offset_of_the_run(checkpoint, photos, tmp_path):
     assert scores.score(network, model, tmp_path, allow_outside=True) == expected
 
 
+def test_labels_are_those_of_the_class_names_of_the_run(checkpoint, photos, tmp_path):
+    """The data set lacks a class of the run."""
+    for name in ("class0", "class2"):
+        shutil.copytree(photos / "val" / name, tmp_path / "val" / name)
+    network, labels = networks.load_checkpoint(checkpoint), []
+    scores.score(network, network.model(logits=True), tmp_path, keep=lambda batch: labels.append(batch[1]))
+    assert set(np.concatenate(labels).ravel()) == {0, 2}
+
+
 def change(checkpoint, folder, parameter=None, loss=0):
     """Copy a checkpoint, permute one parameter or change the recorded loss (relative, if it exceeds 1), and return the
     new folder."""
@@ -389,10 +402,17 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
         return network, score
 
     if "all" in name or "TTA" in name:
-        assert export.main([str(checkpoint), str(tmp_path / "exported"), "--verify", str(root)]) == 0
+        files = ["--safetensors", "--triton"] if "unused" in name else []
+        assert export.main([str(checkpoint), str(tmp_path / "exported"), "--verify", str(root), *files]) == 0
+    if "unused" in name:  # the classes have no names
+        [config] = (tmp_path / "exported/triton").glob("*/config.pbtxt")
+        assert 'name: "probabilities" data_type: TYPE_FP32 dims: [5]' in config.read_text()
+        assert foreign_files.read(tmp_path / "exported/model.safetensors")["classifier.bias"].shape == (5,)
     network, plain_score = verify(checkpoint)
     out = capsys.readouterr().out
-    assert re.search("^recorded evaluation: top1 .*, loss .*, images decoded on a CPU; confirmed$", out, re.MULTILINE)
+    top1 = contents.read_meta(checkpoint)["evaluated"]["top1"]
+    line = f"^recorded evaluation: top1 {top1:.6g}, loss .*, images decoded on a CPU; confirmed$"
+    assert re.search(line, out, re.MULTILINE)
     if "QAT" not in name:
         recorded = contents.read_meta(checkpoint)["evaluated"]["loss"]
         loss = scores.score(network, network.model(logits=True), root, True)["loss"]
