@@ -9,7 +9,7 @@ import pytest
 
 from conftest import TINY, assert_one_error, phase
 from paddle_resnet import config, dali, export, resolution
-from paddle_resnet.checkpoints import contents, folders, restore
+from paddle_resnet.checkpoints import contents, folders, foreign_files, restore
 from paddle_resnet.job import exchange
 from paddle_resnet.tools import convert
 from paddle_resnet.utils.mode import Mode
@@ -332,6 +332,10 @@ def test_flags_are_printed_after_checks(run_bare, capsys):
 def test_export_reports_outputs_and_class_names(run_train, photos, tmp_path, capsys):
     assert run_train("--num-of-class", "7")[0] == 0
     capsys.readouterr()
-    assert export.main([str(tmp_path / "output/Tiny/0"), str(tmp_path / "exported")]) == 0
+    files = ["--safetensors", "--triton"]
+    assert export.main([str(tmp_path / "output/Tiny/0"), str(tmp_path / "exported"), *files]) == 0
     assert "Tiny, 7 classes, 3 with names, images [None, 3, 32, 32]" in capsys.readouterr().out
+    assert foreign_files.read(tmp_path / "exported/model.safetensors")["classifier.bias"].shape == (7,)
+    config = (tmp_path / "exported/triton/tiny_paddle/config.pbtxt").read_text()
+    assert 'name: "probabilities" data_type: TYPE_FP32 dims: [7]' in config
     assert json.loads((tmp_path / "exported/model.json").read_text())["output"]["shape"] == [None, 7]

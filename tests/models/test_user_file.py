@@ -107,6 +107,7 @@ def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path
 def test_flag_chooses_the_file_of_heat_maps_and_exports(file, trained, photo_paths, tmp_path, capsys):
     """The file can have moved since the training run. Its network has no names of timm."""
     file.rename("moved.py")
+    forget()
     flags = ["--model-arch-name", "moved.py:Net"]
     images = [photo_paths[0], "--device", "cpu", *flags, "--heat-map", "maps", photo_paths[1]]
     assert predict.main([str(trained), *images]) == 0
