@@ -88,6 +88,10 @@ def test_noise_after_the_minimum_does_not_prevent_a_suggestion():
     falling, noise = np.linspace(2.3, 1, 30), np.random.RandomState(0).standard_normal(70)
     steepest, minimum = lr_curve.suggest(rates(steps=100), [*falling, *(4 + 1.5 * noise)], 100)
     assert steepest < minimum < rates(steps=100)[30]
+    # Neither does a steep fall after the minimum.
+    after = [*np.linspace(1, 2.3, 40), *[1.5] * 30]
+    steepest, minimum = lr_curve.suggest(rates(steps=100), [*falling, *after], 100)
+    assert steepest < minimum < rates(steps=100)[35]
 
 
 def test_size_of_divergence_does_not_change_suggestion():

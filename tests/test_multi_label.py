@@ -173,6 +173,7 @@ def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     wrong = [int(row["images"]) + int(row["predicted"]) - 2 * int(row["correct"]) for row in table.values()]
     assert page.count("data:image/jpeg") > 0
     assert page.count("missed") + page.count("wrongly found") == sum(min(count, WRONG_IMAGES) for count in wrong)
+    assert not re.search(r'<figure title="val/(00|08).png">(?:<img[^>]*>)*\n? *<figcaption>missed', page)  # no classes
     assert page.count('alt="heat map of ') == page.count('alt="val/') > 0
     capsys.readouterr()
     # The table of --predictions replaces the table next to the report.
@@ -394,8 +395,11 @@ def test_web_page_shows_classes_above_threshold():
     found = {"red.png": [{"label": 1, "class": "red"}], "none.png": []}
     heat_map = {"heat_map": lambda upload, label: b"%d" % label}
     with ThreadPoolExecutor(1) as worker:
-        app = web.create_app(lambda upload: (found[upload.name], None), worker, description, 10**6, 3, **heat_map)
-        client = TestClient(app)
+        problems = {"bad.png": "is bad"}
+        classify = lambda upload: (found.get(upload.name), problems.get(upload.name))  # noqa: E731
+        client = TestClient(web.create_app(classify, worker, description, 10**6, 3, **heat_map))
+        bad = client.post("/predict?heat_map=1", files=[("image", ("bad.png", b"x"))]).json()
+        assert bad["images"] == [{"image": "bad.png", "error": "is bad"}]
         page = client.get("/").text
         assert "mAP 50.0%" in page and "classes: top" in page
         files = [("image", (name, web.blank_image().content)) for name in found]

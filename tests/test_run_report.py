@@ -207,6 +207,9 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
     command = f"evaluate {{}} again: {python()} {flags}"
     assert lines(None) == [last, f"report: {tmp_path}/a.json", command.format("the last epoch", 5)]
     assert logged == [((), train)]
+    # The evaluation of a run with the default report has a default report, too.
+    assert "--report-file" not in lines(None, report_file="o/report.json")[-1]
+    logged.pop()
     saver.ends_early = True
     assert lines({"top1": 0.5}, asp=True) == [
         "--patience 2: no higher top1 since epoch 3",

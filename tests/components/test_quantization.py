@@ -267,6 +267,7 @@ def test_int8_export_keeps_the_8_bits_of_the_weights(trained, tmp_path):
         graph = onnx.load(tmp_path / engine / "model.onnx").graph
         image_type = onnx.helper.tensor_dtype_to_np_dtype(graph.input[0].type.tensor_type.elem_type)
         assert image_type == (np.uint8 if engine == "tensorrt" else np.float32)
+        assert "BatchNormalization" not in {node.op_type for node in graph.node}  # BN is folded into the convolutions
         constants = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
         weights = [each for each in constants.values() if each.dtype == np.int8 and each.ndim == 4]
         assert max(np.abs(np.int32(each)).max() for each in weights) == 127

@@ -386,7 +386,8 @@ def test_comparison_shows_metrics_of_last_epoch_and_best_top1(write_run):
     path = write_run("a", [3.0, 2.0, 1.0, 0.5], ended=False)
     with open(f"{path}/report.json", "a") as f:
         f.write(entry([2], 1234, train_loss=0.2, train_ips=5678.4, val_top1=0.05, val_loss=0.6))
-    assert comparison.metrics({"a": reading.read(path)}) == [
+    metrics = comparison.metrics({"a": reading.read(path)})
+    assert metrics == [
         ("epochs", ["3, not finished"]),
         ("best top1", ["0.1000 (epoch 1)"]),
         ("last top1", ["0.0500"]),
@@ -395,6 +396,8 @@ def test_comparison_shows_metrics_of_last_epoch_and_best_top1(write_run):
         ("images/s, last epoch", ["5,678"]),
         ("total seconds", ["1,234"]),
     ]
+    names = [name for name, _ in metrics]
+    assert [name for name, _ in comparison.metrics({"a": reading.Run(None)})] == names  # without an evaluation
 
 
 def test_first_differing_step_does_not_depend_on_order_of_entries():
@@ -706,11 +709,11 @@ def test_cells_of_tables(tmp_path, name, text, problem):
 
 def test_folders_and_explicit_flags_of_a_run(tmp_path):
     path = tmp_path / "report.json"
-    data = {"output_dir": "out", "model_arch_name": "Net", "explicit_flags": ["lr"]}
+    data = {"output_dir": "out", "model_arch_name": "nets/net.py:Net", "explicit_flags": ["lr"]}
     path.write_text(START_OF_RUN.replace('{"lr": 1}', json.dumps(data)))
     run = reading.read(path)
     assert run.folders() == [tmp_path, Path("out/Net")] and run.explicit == ["lr"]
-    assert run.parameters == {"output_dir": "out", "model_arch_name": "Net"}
+    assert run.parameters == {"output_dir": "out", "model_arch_name": "nets/net.py:Net"}
     reading._spend(run, {"train.batch_time": 1.0, "train.data_time": 3.0})  # averages over different steps
     run.total_s += 10
     reading._spend(run, {"train.batch_time": 1.0, "train.data_time": 3.0})
@@ -737,6 +740,13 @@ def test_tables_describe_the_evaluated_checkpoint(work_in, tmp_path, parameters,
         (tmp_path / name).mkdir(parents=True)
     run = reading.Run(tmp_path / "report.json", parameters, evaluated=evaluated)
     assert run.checkpoint() == (expected and (Path(expected) if "/" in expected else tmp_path / expected))
+
+
+@pytest.mark.parametrize(("is_multi_label", "metric"), [(False, "top1"), (True, "map")])
+def test_evaluation_of_the_checkpoint_has_the_main_metric(is_multi_label, metric):
+    summary = {"best.val.loss": 1.0, "best.val.top1": 0.5, "best.val.map": 0.25, "best.epoch": 3}
+    run = reading.Run(None, {"multi_label": is_multi_label}, summary=summary)
+    assert run.best_evaluation() == {"loss": 1.0, metric: summary[f"best.val.{metric}"]}
 
 
 def test_at_most_three_runs_are_suggested(tmp_path):
@@ -822,9 +832,11 @@ def test_total_time_is_limited(tmp_path):
         reading.read(path)
 
 
-@pytest.mark.parametrize(("epochs", "expected"), [({}, [0, 1 / 3, 2 / 3]), ({0: {"train.steps": 4}}, [0, 0.25, 0.5])])
+@pytest.mark.parametrize(
+    ("epochs", "expected"), [({}, [0, 1 / 3, 2 / 3, 4 / 3]), ({0: {"train.steps": 4}}, [0, 0.25, 0.5, 1.25])]
+)
 def test_curve_of_steps_counts_epochs(epochs, expected):
-    steps = {(0, step): {"train.loss": 1.0} for step in range(3)}
+    steps = {step: {"train.loss": 1.0} for step in [(0, 0), (0, 1), (0, 2), (1, 1)]}
     run = reading.Run(None, steps=steps, epochs=epochs)
     assert [x for x, _ in run.step_curve("train.loss")] == pytest.approx(expected)
 

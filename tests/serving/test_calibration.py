@@ -245,6 +245,8 @@ def test_unusual_activations_of_an_image_are_ignored(checkpoint, photos, monkeyp
         f"warning: --calibrate {photos}: ignoring tensors of 1 of 12 images, because the largest activation in these "
         "tensors exceeds 10 times its median over the images\n"
     )
+    _, _, log = quantize(first, second[:1] * 1000)  # the last batch has a single image
+    assert "ignoring tensors of 1 of 9 images" in log
     count, _, log = quantize(first[:5] / 1000, first, second)
     assert (count, log) == (16, "")
     _, ranges, _ = quantize(0 * first, second)  # an activation that is usually zero

@@ -4,7 +4,9 @@ import re
 import shutil
 
 import numpy as np
+import paddle
 import pytest
+from paddle import nn
 
 from paddle_resnet import predict
 from paddle_resnet.native import build as native
@@ -84,6 +86,24 @@ def test_captured_steps_return_the_same_features(checkpoint, photo_paths):
     for i, results in zip((0, 2), submitted, strict=True):
         for actual, each in zip(results, expected, strict=True):
             np.testing.assert_allclose(np.asarray(actual), each[i : i + 2], atol=1e-5)
+
+
+class OfPositions(nn.Layer):
+    """A network whose last layer reads a vector per position of the image."""
+
+    def __init__(self, num_classes, in_channels, data_format):
+        super().__init__()
+        self.first, self.last = nn.Conv2D(in_channels, 4, 8, 8, data_format=data_format), nn.Linear(4, num_classes)
+
+    def forward(self, images):
+        return self.last(paddle.flatten(self.first(images), 2).transpose([0, 2, 1])).mean(axis=1)
+
+
+def test_network_without_one_vector_per_image_has_no_features(parse, register):
+    register("OfPositions", OfPositions)
+    options = parse("--model-arch-name", "OfPositions").part(networks.Options)
+    with pytest.raises(UsageError, match="^OfPositions: features require that the last layer reads one vector per ima"):
+        networks._build(options, features=True)
 
 
 def test_without_classified_images_the_files_are_empty(checkpoint, tmp_path):

@@ -274,12 +274,15 @@ def test_command_writes_a_heat_map_per_image(corner, tmp_path, capsys):
     assert predict.main([str(corner), str(photos), *flags, "--heat-map", str(maps)]) == 2  # not empty
 
 
-def test_name_of_a_heat_map_ends_like_the_name_of_the_image(corner, tmp_path):
-    """File systems limit the name to 255 bytes."""
+def test_name_of_a_heat_map_ends_like_the_name_of_the_image(corner, tmp_path, capsys):
+    """File systems limit the name to 255 bytes. The image may have been removed since its prediction."""
     path = tmp_path / f"{'a' * 100}{'b' * 146}.png"
     path.write_bytes(image((40, 40), "top left"))
-    drawn = heat_maps.drawer(str(tmp_path / "maps"), opened(corner)[0])(7, str(path), 0)
-    assert drawn == f"{tmp_path}/maps/000007_{path.name[-200:]}.jpg"
+    draw = heat_maps.drawer(str(tmp_path / "maps"), opened(corner)[0])
+    assert draw(7, str(path), 0) == f"{tmp_path}/maps/000007_{path.name[-200:]}.jpg"
+    path.unlink()
+    assert draw(8, str(path), 0) is None
+    assert capsys.readouterr().err == f"{path} cannot be read (No such file or directory)\n"
 
 
 def test_image_that_pillow_cannot_read_has_no_heat_map(corner, tmp_path, capsys, monkeypatch):

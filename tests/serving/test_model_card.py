@@ -103,6 +103,7 @@ def test_license_and_source_of_converted_weights():
         ),
         ({"classes": []}, {}, "- 3 classes, without names"),
         (files("model.safetensors") | {"classes": []}, {"timm": "resnet18"}, "num_classes=3"),
+        ({"classes": [f"c{i}" for i in range(20)]}, {}, "`c19` (all: `labels.txt`)"),
         ({"classes": [f"c{i}" for i in range(30)]}, {}, "`c19`, ... (all: `labels.txt`)"),
     ],
 )

@@ -104,7 +104,7 @@ def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monke
 
 
 def test_checkpoint_of_nvidia_example_may_have_four_channels_and_masks(checkpoint, monkeypatch):
-    """The name of the folder contains the epoch. The example resizes images with another filter than this project."""
+    """The name of the folder contains the epoch. The example resizes images with a different filter."""
     (checkpoint / "meta.json").unlink()
     checkpoint = checkpoint.rename(checkpoint.with_name("89"))
     path = checkpoint / "tiny.pdparams"

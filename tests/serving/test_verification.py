@@ -309,7 +309,8 @@ def test_recorded_map_is_compared(capsys, recorded, loss, is_equal):
     problem = f"disagree: 280 and 280 of 300 labels correct .*, mAP 0.9 and {recorded}, loss 1 and {loss} "
     with nullcontext() if is_equal else pytest.raises(RunError, match=problem):
         verification.verify_recorded(network, score | {"map_ties": 0.0}, "photos", None)
-    assert ("confirmed" in capsys.readouterr().out) == is_equal
+    line = f"recorded evaluation: mAP {recorded}, loss {loss}, images decoded on an unknown device; confirmed\n"
+    assert (line in capsys.readouterr().out) == is_equal
 
 
 def test_labels_have_the_offset_of_the_run(checkpoint, photos, tmp_path):

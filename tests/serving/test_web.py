@@ -131,7 +131,8 @@ def test_requests_above_limits_are_answered_with_413(start):
     message = (
         "POST /predict: exceeds 0.01 MB; send fewer or smaller images, or start the server with a larger --serve-max-mb"
     )
-    for body in (form(("a.jpg", b"x" * 10**4)), endless(), b"x" * 10**7):
+    slightly = form(("a.jpg", b"x" * 10**4))
+    for body in (slightly, iter([slightly]), endless(), b"x" * 10**7):
         status, _, content = request(port, body=body)
         assert (status, content) == (413, {"error": message})
     largest = form(("a.jpg", b"x" * (10**4 - len(form(("a.jpg", b""))))))
