@@ -156,7 +156,7 @@ def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, 
     model = (tmp_path / "exported/model.pdmodel").read_bytes()
     assert b"/" + ROOT.name.encode() + b"/" not in model and b"op_callstack" not in model
     description = json.loads((tmp_path / "exported/model.json").read_text())
-    assert description["preprocessing"]["conventions"] == preprocessing.CONVENTIONS
+    assert description["preprocessing"]["conventions"] == preprocessing.CONVENTIONS and description["epoch"] == 0
     (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
     command = [sys.executable, "-I", tmp_path / "exported/preprocess.py", image]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)

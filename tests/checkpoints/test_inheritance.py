@@ -336,6 +336,7 @@ def test_export_reports_outputs_and_class_names(run_train, photos, tmp_path, cap
     assert export.main([str(tmp_path / "output/Tiny/0"), str(tmp_path / "exported"), *files]) == 0
     assert "Tiny, 7 classes, 3 with names, images [None, 3, 32, 32]" in capsys.readouterr().out
     assert foreign_files.read(tmp_path / "exported/model.safetensors")["classifier.bias"].shape == (7,)
+    assert "NumPy (`model.safetensors`, float32):" in (tmp_path / "exported/README.md").read_text()
     config = (tmp_path / "exported/triton/tiny_paddle/config.pbtxt").read_text()
     assert 'name: "probabilities" data_type: TYPE_FP32 dims: [7]' in config
     assert json.loads((tmp_path / "exported/model.json").read_text())["output"]["shape"] == [None, 7]

@@ -533,6 +533,9 @@ def test_qat_evaluation_is_compared_only_where_rounding_is_equal(change):
     assert verification._obstacle(network, 100) == (obstacle if change else None)
     network.args.qat = False
     assert verification._obstacle(network, 100) is None
+    meta["evaluated"] = {"top1": 0.29, "loss": 2.0}  # a checkpoint of an earlier version
+    obstacle = "the checkpoint does not contain the number of evaluated images"
+    assert verification._obstacle(network, 100) == obstacle
 
 
 def test_qat_evaluation_with_missing_kernels_is_not_compared(capsys):
