@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -37,11 +38,13 @@ def own_run(run_train):
 
 
 @pytest.fixture
-def trained(own_run, file, tmp_path):
-    """Train the network in net.py for one epoch and return the folder of the run."""
-    code, _ = own_run()
-    assert code == 0
-    return tmp_path / "output/Net"
+def trained(once, own_run, file, tmp_path):
+    """Train the network in net.py for one epoch and return a copy of the folder of the run. All tests share the run."""
+
+    def make(folder):
+        assert own_run("--output-dir", folder)[0] == 0
+
+    return shutil.copytree(once("own_network", make) / "Net", tmp_path / "output/Net", symlinks=True)
 
 
 @pytest.mark.slow
@@ -88,7 +91,7 @@ def test_resume_inside_epoch_is_bit_identical(file, losses_with_a_resume):
 
 
 def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path, capsys):
-    (tmp_path / "net.executed").unlink()
+    (tmp_path / "net.executed").unlink(missing_ok=True)
     forget()
     image = ROOT / "docs/data_way.svg"
     starts = [
@@ -128,7 +131,7 @@ def test_flag_chooses_the_file_of_heat_maps_and_exports(file, trained, photo_pat
     ],
 )
 def test_training_requires_flag(run_train, file, trained, tmp_path, capsys, flags):
-    (tmp_path / "net.executed").unlink()
+    (tmp_path / "net.executed").unlink(missing_ok=True)
     forget()
     from paddle_resnet import train
 
