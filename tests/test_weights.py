@@ -201,6 +201,14 @@ def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare,
     assert description["preprocessing"]["interp"] == "cubic"
 
 
+def test_verify_does_not_number_some_of_the_classes(small, some_classes, tmp_path, capsys):
+    """The outputs of a network for other than 1,000 classes have no names."""
+    path = tmp_path / "four.pdparams"
+    path.write_bytes(pickle.dumps(tensors(4), 4))
+    message = error(capsys, path, "--arch", "Small", "--output", tmp_path / "out", "--verify", some_classes)
+    assert f"--image-root {some_classes}: has 3 class folders, but the network has 4 outputs without names" in message
+
+
 def error(capsys, *arguments):
     capsys.readouterr()
     assert run(*arguments) == 2

@@ -140,6 +140,7 @@ def test_network_of_the_start_selects_the_run_to_resume(tmp_path):
     start = ["--from-checkpoint", str(folder)]
     for flags, network in (
         ([*start, "--resume"], "ResNet18"),
+        (["--from-pretrained-params", str(folder), "--resume"], "ResNet18"),
         (start, "ResNet50"),
         (["--resume"], "ResNet50"),
         ([*start, "--resume", "--model-arch-name", "ResNet34"], "ResNet34"),
