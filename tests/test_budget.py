@@ -352,6 +352,9 @@ def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch, 
     monkeypatch.setattr("test_budget.WITHOUT_EPOCHS", [*flags[:at], *flags[at + 2 :]])
     assert run("--budget-minutes", 1, "--choose-recipe")[0] == 0
     assert (seen[0].settings.epochs, seen[0].settings.warmup_epochs) == (12, 2)
+    schedule, start = seen[0].training.lr_scheduler, seen[0].settings.warmup_start_lr
+    schedule.step(3)  # after one of two epochs
+    assert schedule.get_lr() == pytest.approx((start + seen[0].settings.lr) / 2)
     assert "no other number of epochs is closer" not in capsys.readouterr().err
 
 

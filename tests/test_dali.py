@@ -164,6 +164,17 @@ def test_loader_resumes_from_checkpoint_without_newer_flags(parse, photos, capsy
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("before", "now"), [(None, "val"), ("val", None), ("val", "val"), ("val", "valid")])
+def test_validation_split_that_is_not_recorded_has_not_changed(parse, capsys, before, now):
+    """Older checkpoints do not record it."""
+    flags = dali.batch_flags(parse().as_dict())
+    old, new = (loader_state.conditions(flags, "folder", 30, 1, validation=split) for split in (before, now))
+    state = {"conditions": old, "step": 1}
+    assert loader_state.match(state, new, flags.before, 3) == (state, False)
+    err = capsys.readouterr().err
+    assert "the validation split is valid and was val" in err if now == "valid" else err == ""
+
+
 @pytest.mark.parametrize(("value", "is_kept"), [(0.0, True), (0.5, False)])
 def test_loader_restarts_epoch_of_checkpoint_with_removed_flag_if_it_had_an_effect(parse, capsys, value, is_kept):
     flags = dali.batch_flags(parse().as_dict())

@@ -109,6 +109,8 @@ def test_tables_of_images_at_a_threshold_and_of_a_class_without_images():
     rows = np.float32([[0, 2, -1, 1, 0, 0], [-1, 1, -3, 0, 1, 0], [-2, -2, -1, 1, 1, 0]])
     result = label_metrics.evaluate(rows, [0.5] * 3) | {"scores": rows}
     result = {name: np.array(value) for name, value in result.items()}
+    # The pairs of an image and its class have the ranks 2 and 3 and, with equal scores, 7 and 8 of 9.
+    assert result["map_micro"] == pytest.approx((1 / 2 + 2 / 3 + 2 * 4 / 8) / 4)
     task = MultiLabel(3)
     header, table = task.tables(result, "abc", 7)["classes"]
     assert header[2:] == ("images", "predicted", "correct", "ap", "threshold", "precision", "recall", "f1", "epoch")

@@ -130,8 +130,8 @@ def test_explicit_image_size_is_not_changed(flag, size):
     weights = {"EfficientNet_Lite1": "efficientnet-lite1"}
     s = choose(294, "--model-arch-name", "EfficientNet_Lite1", "--resize-short", "300", weights=weights)
     assert (s.crop_size, s.resize_short, s.image_shape, s.sizes) == (240, 300, [4, 240, 240], None)
-    s = choose(294, "--image-shape", "3,96,96", weights={})
-    assert (s.crop_size, s.image_shape) == (96, [3, 96, 96])
+    s = choose(294, "--image-shape", "3,96,96", weights={}, memory=GIB * 7 // 10)
+    assert (s.crop_size, s.image_shape, s.batch_size) == (96, [3, 96, 96], 8)  # 9 images fit into half of the memory
 
 
 def test_log_contains_install_command_if_weights_are_missing(capsys):

@@ -429,6 +429,8 @@ def test_skipped_records_are_omitted(converted, data_format):
         data_set = open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
         expected = [read_image(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected
+        # The positions in the stored order include the images of the skip list.
+        assert DataRoot(root, skip=frozenset(image.name for image in skipped)).listed(mode) == images
     all_names = frozenset(image.name for image in images)
     assert "--skip-list leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
 
