@@ -744,14 +744,14 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
         images = fn.decoders.image_random_crop(
             encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], num_attempts=100
         )
-        images = fn.resize(images, resize_x=32, resize_y=32, interp_type=types.INTERP_LINEAR, antialias=False)
+        images = fn.resize(images, resize_x=32, resize_y=48, interp_type=types.INTERP_LINEAR, antialias=False)
         mirror = fn.random.coin_flip(probability=0.5)
         mean, std = ([255 * v for v in values] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-        return fn.crop_mirror_normalize(images, crop=(32, 32), mean=mean, std=std, mirror=mirror)
+        return fn.crop_mirror_normalize(images, crop=(48, 32), mean=mean, std=std, mirror=mirror)
 
     pipe = plain()
     pipe.build()
-    for images in epoch(load(parse, photos, Mode.TRAIN))[0]:
+    for images in epoch(load(parse, photos, Mode.TRAIN, "--image-shape", "3,48,32"))[0]:
         np.testing.assert_array_equal(images, pipe.run()[0].as_array())
 
 

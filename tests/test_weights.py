@@ -27,6 +27,7 @@ from paddle_resnet.checkpoints import (
 from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import networks
+from paddle_resnet.utils.errors import UsageError
 
 OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
 PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
@@ -357,6 +358,17 @@ def test_ema_weights_are_preferred(small, tmp_path, capsys, keys, says):
     assert says in out if says else "EMA" not in out
     network = networks.load_checkpoint(tmp_path / "out")
     np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
+
+
+def test_checkpoint_of_backbone_has_no_classifier(small, tmp_path, capsys):
+    path = tmp_path / "backbone.pdparams"
+    path.write_bytes(pickle.dumps({n: a for n, a in tensors().items() if not n.startswith("fc.")}, 4))
+    assert run(path, "--arch", "Small", "--output", tmp_path / "out") == 0
+    assert "out: Small, no classifier, license unknown" in capsys.readouterr().out
+    meta = contents.verify(tmp_path / "out")
+    assert (meta["classes"], meta["class_names"], meta["has_classifier"]) == ([], [], False)
+    with pytest.raises(UsageError, match="has no classifier; train one with"):
+        networks.load_checkpoint(tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def restore_run(checkpoint, schedule, fetchs):
 )
 def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     recorded = {"interp": "cubic", "lr": 0.3, "keep_checkpoints": 7, "num_of_class": 5, "asp": True}
-    recorded |= {"model_arch_name": "Tiny", "image_shape": [3, 224, 224]}
+    recorded |= {"model_arch_name": "Tiny", "image_shape": [3, 192, 160], "crop_size": 160, "resize_short": 183}
     folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded)
     checkpoint = restore.StartCheckpoint(str(folder), 2, 0, contents.read_meta(folder), start == "resumed")
     checkpoint = None if start == "pretrained" else checkpoint
@@ -109,7 +109,7 @@ def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     assert {name for name, value in recorded.items() if getattr(args, name) == value} == {
         *inherited,
         "model_arch_name",
-        "image_shape",
+        *("image_shape", "crop_size", "resize_short"),
     }
     assert f"from {folder}/meta.json: --model-arch-name Tiny" in capsys.readouterr().out
     args = config.parse_args([*flags, "--lr", "0.2", "--keep-checkpoints", "2", "--interp", "linear"])

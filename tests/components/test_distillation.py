@@ -308,6 +308,13 @@ def test_flags_that_determine_outputs_must_be_those_of_the_teacher(parse, checkp
             teachers.find(flags | other)
 
 
+@pytest.mark.parametrize("evaluated", [None, {"loss": 0.1, "top1": 0.75, "top5": 1.0, "ips": 9.0}])
+def test_teacher_may_have_no_evaluation(parse, checkpoint, tmp_path, evaluated):
+    teacher = with_meta(checkpoint, tmp_path, evaluated=evaluated, best=None)
+    found = teachers.find(parse(*STUDENT, "--teacher", teacher).as_dict())
+    assert found.metric == ({"top1": 0.75} if evaluated else {})
+
+
 def test_only_a_resumed_run_requires_the_teacher_of_its_checkpoint(parse, checkpoint):
     teacher = teachers.find(parse(*STUDENT, "--teacher", checkpoint).as_dict())
     other = teacher.record() | {"sha256": "0"}
