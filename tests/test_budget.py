@@ -456,6 +456,14 @@ def test_conflicts_are_errors(run, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("recorded", "is_error"), [(5, False), (7, True), (None, True)])
+def test_resumed_run_keeps_its_budget(recorded, is_error):
+    checkpoint = restore.StartCheckpoint("DIR", 1, 0, {"arguments": {"budget_minutes": recorded}}, resumes=True)
+    options = config.parse_args(["--budget-minutes", "5", "--resume"]).part(budget.Options)
+    with pytest.raises(UsageError, match="--budget-minutes 5:") if is_error else contextlib.nullcontext():
+        assert not budget.is_needed(options, checkpoint)
+
+
 @pytest.mark.slow
 def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, stop_before, capsys):
     stop_before(train_step=1)

@@ -175,6 +175,15 @@ def test_validation_split_that_is_not_recorded_has_not_changed(parse, capsys, be
     assert "the validation split is valid and was val" in err if now == "valid" else err == ""
 
 
+@pytest.mark.parametrize("name", loader_state.ORDER_CONDITIONS)
+def test_change_of_the_order_restarts_it_after_an_epoch(parse, capsys, name):
+    flags = dali.batch_flags(parse().as_dict())
+    conditions = loader_state.conditions(flags, "folder", 30, 1)
+    state = {"conditions": conditions | {name: "other"}, "step": 0}
+    assert loader_state.match(state, conditions, flags.before, 3) == (None, False)
+    assert "with the image order of the first epoch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("value", "is_kept"), [(0.0, True), (0.5, False)])
 def test_loader_restarts_epoch_of_checkpoint_with_removed_flag_if_it_had_an_effect(parse, capsys, value, is_kept):
     flags = dali.batch_flags(parse().as_dict())

@@ -534,6 +534,14 @@ def make_list(root, split, *lines):
         f.write("".join(f"{line}\n" for line in lines))
 
 
+def test_file_list_has_the_names_of_the_class_folders_for_training(make):
+    root = make("train/ant/a", "train/bee/b", "train/cat/c", "x", "y")
+    make_list(root, "val", "x 0", "y 2")
+    data_set = open_split(root, "auto", Mode.EVAL, 3, 0)
+    assert data_set.data_format == "filelist"
+    assert data_set.classes == data_set.class_names == ["ant", "bee", "cat"]
+
+
 def test_balanced_sampler_draws_classes_and_images_uniformly(make):
     root = make("a/0", "b/0", "b/1", "b/2", "c/0")
     data_set = SimpleNamespace(files=["a/0", "b/0", "c/0", "b/1", "b/2"], labels=np.int64([0, 2, 5, 2, 2]))
