@@ -352,6 +352,9 @@ def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch, 
     monkeypatch.setattr("test_budget.WITHOUT_EPOCHS", [*flags[:at], *flags[at + 2 :]])
     assert run("--budget-minutes", 1, "--choose-recipe")[0] == 0
     assert (seen[0].settings.epochs, seen[0].settings.warmup_epochs) == (12, 2)
+    schedule, start = seen[0].training.lr_scheduler, seen[0].settings.warmup_start_lr
+    schedule.step(3)  # after one of two epochs
+    assert schedule.get_lr() == pytest.approx((start + seen[0].settings.lr) / 2)
     assert "no other number of epochs is closer" not in capsys.readouterr().err
 
 
@@ -451,6 +454,14 @@ def test_dry_run_does_not_measure(run, capsys):
 def test_conflicts_are_errors(run, capsys, flags, message):
     assert run("--budget-minutes", 5, *flags)[0] == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("recorded", "is_error"), [(5, False), (7, True), (None, True)])
+def test_resumed_run_keeps_its_budget(recorded, is_error):
+    checkpoint = restore.StartCheckpoint("DIR", 1, 0, {"arguments": {"budget_minutes": recorded}}, resumes=True)
+    options = config.parse_args(["--budget-minutes", "5", "--resume"]).part(budget.Options)
+    with pytest.raises(UsageError, match="--budget-minutes 5:") if is_error else contextlib.nullcontext():
+        assert not budget.is_needed(options, checkpoint)
 
 
 @pytest.mark.slow

@@ -83,6 +83,8 @@ def test_paths_may_begin_with_a_dash_after_two_dashes(parsed):
     assert (args["model"], args["images"], args["json"]) == ("model", ["-a.jpg", "-"], True)
     [args, _] = parsed("dataset speed", ["--batch-size", "4", "--", "-digits"])
     assert (args["root"], args["train_flags"]) == ("-digits", ["--batch-size", "4"])
+    [args, _] = parsed("dataset speed", ["--batch-size", "4", "--", "--lr"])  # a path with the name of a flag
+    assert (args["root"], args["train_flags"]) == ("--lr", ["--batch-size", "4"])
 
 
 def test_flag_without_value_and_unknown_flag_are_errors(capsys, tmp_path):

@@ -703,6 +703,14 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--report-html f --benchmark", ["--report-html f: not supported with --benchmark; remove one of them"]),
         ("--report-html f --data-format synthetic", ["--report-html f: not supported with --data-format synthetic"]),
         ("--predictions f --data-format synthetic", ["--predictions f: not supported with --data-format synthetic"]),
+        *(
+            (f"--multi-label --data-format {kind}", [f"--data-format {kind}: not supported with --multi-label"])
+            for kind in ("filelist", "tfrecord", "webdataset", "lmdb", "parquet")
+        ),
+        *(
+            (f"--program-representation pir {flags}", ["--program-representation pir: not supported with", flags])
+            for flags in ("--qat", "--teacher d")
+        ),
         ("--tta flip --benchmark", ["--tta flip: requires an evaluation; remove it or --benchmark"]),
         (
             "--tta flip --run-scope train_only",
@@ -743,6 +751,7 @@ def test_conflicting_flags_are_errors(flags, expected):
         *("--asp --resume", "--asp --from-checkpoint d", "--asp --prune-model --mask-algo mask_2d_best"),
         *("--amp --amp-level O2 --asp --prune-model", "--amp --use-pure-fp16 --amp-level O2"),
         *("--amp --amp-dtype bfloat16 --amp-level O2", "--amp --use-dynamic-loss-scaling"),
+        *("--multi-label --label-offset 0", "--multi-label --data-format recordio"),
         *("--patience 1", "--run-scope train_only --report-html f", "--predictions f", "--tensorboard-dir d"),
         *("--tta flip --run-scope eval_only --benchmark", "--budget-minutes 5 --sizes 32:0,48:90"),
         *("--budget-minutes 5 --freeze stem", "--budget-minutes 5 --freeze stem --unfreeze-at 90"),

@@ -164,6 +164,26 @@ def test_loader_resumes_from_checkpoint_without_newer_flags(parse, photos, capsy
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("before", "now"), [(None, "val"), ("val", None), ("val", "val"), ("val", "valid")])
+def test_validation_split_that_is_not_recorded_has_not_changed(parse, capsys, before, now):
+    """Older checkpoints do not record it."""
+    flags = dali.batch_flags(parse().as_dict())
+    old, new = (loader_state.conditions(flags, "folder", 30, 1, validation=split) for split in (before, now))
+    state = {"conditions": old, "step": 1}
+    assert loader_state.match(state, new, flags.before, 3) == (state, False)
+    err = capsys.readouterr().err
+    assert "the validation split is valid and was val" in err if now == "valid" else err == ""
+
+
+@pytest.mark.parametrize("name", loader_state.ORDER_CONDITIONS)
+def test_change_of_the_order_restarts_it_after_an_epoch(parse, capsys, name):
+    flags = dali.batch_flags(parse().as_dict())
+    conditions = loader_state.conditions(flags, "folder", 30, 1)
+    state = {"conditions": conditions | {name: "other"}, "step": 0}
+    assert loader_state.match(state, conditions, flags.before, 3) == (None, False)
+    assert "with the image order of the first epoch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("value", "is_kept"), [(0.0, True), (0.5, False)])
 def test_loader_restarts_epoch_of_checkpoint_with_removed_flag_if_it_had_an_effect(parse, capsys, value, is_kept):
     flags = dali.batch_flags(parse().as_dict())
@@ -733,14 +753,14 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
         images = fn.decoders.image_random_crop(
             encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], num_attempts=100
         )
-        images = fn.resize(images, resize_x=32, resize_y=32, interp_type=types.INTERP_LINEAR, antialias=False)
+        images = fn.resize(images, resize_x=32, resize_y=48, interp_type=types.INTERP_LINEAR, antialias=False)
         mirror = fn.random.coin_flip(probability=0.5)
         mean, std = ([255 * v for v in values] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-        return fn.crop_mirror_normalize(images, crop=(32, 32), mean=mean, std=std, mirror=mirror)
+        return fn.crop_mirror_normalize(images, crop=(48, 32), mean=mean, std=std, mirror=mirror)
 
     pipe = plain()
     pipe.build()
-    for images in epoch(load(parse, photos, Mode.TRAIN))[0]:
+    for images in epoch(load(parse, photos, Mode.TRAIN, "--image-shape", "3,48,32"))[0]:
         np.testing.assert_array_equal(images, pipe.run()[0].as_array())
 
 

@@ -372,6 +372,17 @@ def test_bn_momentum_of_run_with_few_batches(parse, capsys, batches, momentum, v
         assert err.endswith(f"use --bn-momentum {value}\n")
 
 
+def test_bn_momentum_is_compared_with_all_batches_of_a_new_run(parse, capsys):
+    """With 2 batches per step, 15 steps use 30 batches."""
+    for accumulate, epochs, done, warns in ((2, 15, 0, False), (1, 15, 0, True), (1, 15, 1, False)):
+        args = parse("--bn-momentum", "0.9", "--epochs", epochs, "--accumulate-steps", accumulate)
+        main = static.Program()
+        _, schedule, *_ = program.build(frozen(args), main, static.Program(), accumulate)
+        schedule.step(done)  # a run that continues was checked when it started
+        phases._warn_of_bn_momentum(args.part(phases.BnOptions), phases.Work(args, None, main, None, schedule))
+        assert ("--bn-momentum 0.9: too high for" in capsys.readouterr().err) == warns
+
+
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_bn_momentum_weighs_previous_statistics(one_block, parse, kernels):
     layout, shape = (NHWC, (32, 32, 4)) if kernels == "native" else ([], (3, 32, 32))

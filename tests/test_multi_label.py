@@ -31,6 +31,7 @@ from paddle_resnet.native import build as native
 from paddle_resnet.results.page import WRONG_IMAGES
 from paddle_resnet.serving import calibration, inference, networks, preprocessing, scores, verification, web
 from paddle_resnet.step import cuda_graph
+from paddle_resnet.tasks import MultiLabel
 from paddle_resnet.utils import label_metrics
 from paddle_resnet.utils.errors import RunError
 
@@ -102,6 +103,33 @@ def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags
         assert float(row["ap"]) == pytest.approx(expected["class_ap"][i], abs=1e-6)
         assert float(row["f1"]) == pytest.approx(expected["class_f1"][i], abs=1e-6)
     assert not (tmp_path / "report.confusion.csv").exists()
+
+
+def test_tables_of_images_at_a_threshold_and_of_a_class_without_images():
+    rows = np.float32([[0, 2, -1, 1, 0, 0], [-1, 1, -3, 0, 1, 0], [-2, -2, -1, 1, 1, 0]])
+    result = label_metrics.evaluate(rows, [0.5] * 3) | {"scores": rows}
+    result = {name: np.array(value) for name, value in result.items()}
+    # The pairs of an image and its class have the ranks 2 and 3 and, with equal scores, 7 and 8 of 9.
+    assert result["map_micro"] == pytest.approx((1 / 2 + 2 / 3 + 2 * 4 / 8) / 4)
+    task = MultiLabel(3)
+    header, table = task.tables(result, "abc", 7)["classes"]
+    assert header[2:] == ("images", "predicted", "correct", "ap", "threshold", "precision", "recall", "f1", "epoch")
+    half, zero = "0.500000", "0.000000"
+    assert table == [
+        (0, "a", 2, 1, 1, "0.833333", half, "1.000000", half, "0.666667", 7),
+        (1, "b", 2, 2, 1, "0.583333", half, half, half, half, 7),
+        (2, "c", 0, 0, 0, "", half, zero, zero, zero, 7),
+    ]
+    header, predictions = task.predictions(result, "abc")
+    assert header == ["labels", "prediction", "probability_a", "probability_b", "probability_c"]
+    assert [row[:2] for row in predictions] == [["a", "a|b"], ["b", "b"], ["a|b", ""]]
+
+
+def test_evaluation_chooses_thresholds_that_the_checkpoint_lacks():
+    meter = label_metrics.ScoreMeter(2)
+    for meta, thresholds in (({}, None), ({"thresholds": [0.25, 0.5]}, [0.25, 0.5]), ({"thresholds": None}, None)):
+        MultiLabel(2).restore({"scores": (None, meter)}, meta)
+        assert meter.thresholds == thresholds
 
 
 @pytest.mark.parametrize(

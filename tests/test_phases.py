@@ -1,15 +1,18 @@
 """Single phases before step 1. Tests of complete runs are in test_train.py and in the folders of the modules that the
 phases call."""
 
+import shlex
 from types import SimpleNamespace
 
 import paddle
 import pytest
 
 from conftest import TINY, frozen, tiny
-from helpers import build
+from helpers import build, with_meta
 from paddle_resnet import config, phases
 from paddle_resnet.native import build as native
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 
 @pytest.fixture
@@ -46,6 +49,34 @@ def test_evaluation_counts_the_classes_of_its_own_split(find_start, checkpoint, 
     flags = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
     args, _ = find_start(*flags, image_root=tmp_path / "data")
     assert args.num_of_class == 3
+
+
+def test_evaluation_does_not_number_some_of_the_classes(find_start, checkpoint, photos, tmp_path):
+    """The checkpoint has no class names, so class folders have labels only if there is one for each output."""
+    unnamed = with_meta(checkpoint, tmp_path / "unnamed", classes=[], class_names=[])
+    for label in (0, 2):
+        (tmp_path / "data/val").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"data/val/class{label}").symlink_to(photos / f"val/class{label}")
+    for start in ("--from-checkpoint", "--from-pretrained-params"):
+        flags = ["--run-scope", "eval_only", start, unnamed]
+        run = phases.Run(*find_start(*flags, image_root=tmp_path / "data"))
+        with pytest.raises(UsageError, match="has 2 class folders, but the network has 3 outputs without names"):
+            run.open_data()
+
+
+def test_command_for_fine_tuning_keeps_explicit_and_changed_flags():
+    """The data set determines the number of classes, and the teacher was trained on the classes before."""
+    flags = "--device cpu --dali-num-threads 3 --run-scope train_only --lr 0.3 --optimizer AdamW --num-of-class 7"
+    flags += " --teacher d --distill-weight 0.5 --output-dir runs/ --dali-prefetch 2 --model-arch-name ResNet18"
+    args = config.parse_args(flags.split())
+    args.set("checkpoint c", label_smoothing=0.2)
+    *_, command = phases.Run(args)._fine_tuning("c").partition("train.py ")
+    again = config.parse_args(shlex.split(command))
+    expected = {"device": "cpu", "dali_num_threads": 3, "lr": 0.3, "optimizer": "AdamW", "label_smoothing": 0.2}
+    expected |= {"num_of_class": None, "teacher": None, "distill_weight": 0.9, "output_dir": "runs_fine_tuned"}
+    expected |= {"from_pretrained_params": "c", "pretrained_mismatch": "skip-classifier", "dali_prefetch": 2}
+    expected |= {"run_scope": RunScope.TRAIN_ONLY, "model_arch_name": "ResNet18"}
+    assert {name: getattr(again, name) for name in expected} == expected
 
 
 def test_only_training_that_reached_its_end_is_done():

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import asdict
 
+import data_files
 import pytest
 
 from conftest import ROOT, assert_one_error
@@ -125,6 +126,12 @@ def test_explicit_image_size_is_not_changed(flag, size):
     s = choose(294, *flag.split())
     assert (s.crop_size, s.resize_short) == (size, round(size * 256 / 224))
     assert s.sizes == (["64:0"] if "sizes" in flag else None)
+    # The images of Lite1 have 240 pixels.
+    weights = {"EfficientNet_Lite1": "efficientnet-lite1"}
+    s = choose(294, "--model-arch-name", "EfficientNet_Lite1", "--resize-short", "300", weights=weights)
+    assert (s.crop_size, s.resize_short, s.image_shape, s.sizes) == (240, 300, [4, 240, 240], None)
+    s = choose(294, "--image-shape", "3,96,96", weights={}, memory=GIB * 7 // 10)
+    assert (s.crop_size, s.image_shape, s.batch_size) == (96, [3, 96, 96], 8)  # 9 images fit into half of the memory
 
 
 def test_log_contains_install_command_if_weights_are_missing(capsys):
@@ -200,6 +207,7 @@ def test_warmup_follows_explicit_number_of_epochs():
 
 def test_learning_rate_follows_explicit_batch_size_and_optimizer():
     assert choose(294, "--batch-size", "64").lr == 5e-4
+    assert choose(294).lr == 2.5e-4  # AdamW and 16 images per step: sqrt(16 / 64) of the rate for 64
     assert choose(294, "--optimizer", "Nesterov", "--batch-size", "32").lr == 0.005
     assert choose(294, "--accumulate-steps", "4").lr == 1.25e-4
     assert choose(294, "--optimizer", "LAMB", "--batch-size", "64").lr == 5e-3
@@ -309,6 +317,11 @@ def test_facts_follow_flags_of_the_data_set(tmp_path):
         assert (facts.images, facts.cores) == (images, processes.cores())
         installed = {model.arch: name for name, model in published.PACKAGED.items() if published.installed_file(name)}
         assert facts.weights == {"EfficientNet_Lite1": "efficientnet-lite1"} | installed
+    # Records without class names have an unknown number of classes.
+    for split, count in (("train", 5), ("val", 1)):
+        data_files.write_lmdb(tmp_path / f"records/{split}_lmdb", [(b"image", i % 3) for i in range(count)])
+    flags = ["--image-root", str(tmp_path / "records"), "--output-dir", str(tmp_path), "--device", "cpu"]
+    assert recipe._facts(config.parse_args(flags)).images == 5
 
 
 def test_all_processes_use_the_facts_of_rank_0(photos, monkeypatch):

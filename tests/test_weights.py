@@ -27,6 +27,7 @@ from paddle_resnet.checkpoints import (
 from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import networks
+from paddle_resnet.utils.errors import UsageError
 
 OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
 PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
@@ -201,6 +202,14 @@ def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare,
     assert description["preprocessing"]["interp"] == "cubic"
 
 
+def test_verify_does_not_number_some_of_the_classes(small, some_classes, tmp_path, capsys):
+    """The outputs of a network for other than 1,000 classes have no names."""
+    path = tmp_path / "four.pdparams"
+    path.write_bytes(pickle.dumps(tensors(4), 4))
+    message = error(capsys, path, "--arch", "Small", "--output", tmp_path / "out", "--verify", some_classes)
+    assert f"--image-root {some_classes}: has 3 class folders, but the network has 4 outputs without names" in message
+
+
 def error(capsys, *arguments):
     capsys.readouterr()
     assert run(*arguments) == 2
@@ -349,6 +358,17 @@ def test_ema_weights_are_preferred(small, tmp_path, capsys, keys, says):
     assert says in out if says else "EMA" not in out
     network = networks.load_checkpoint(tmp_path / "out")
     np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
+
+
+def test_checkpoint_of_backbone_has_no_classifier(small, tmp_path, capsys):
+    path = tmp_path / "backbone.pdparams"
+    path.write_bytes(pickle.dumps({n: a for n, a in tensors().items() if not n.startswith("fc.")}, 4))
+    assert run(path, "--arch", "Small", "--output", tmp_path / "out") == 0
+    assert "out: Small, no classifier, license unknown" in capsys.readouterr().out
+    meta = contents.verify(tmp_path / "out")
+    assert (meta["classes"], meta["class_names"], meta["has_classifier"]) == ([], [], False)
+    with pytest.raises(UsageError, match="has no classifier; train one with"):
+        networks.load_checkpoint(tmp_path / "out")
 
 
 @pytest.mark.slow

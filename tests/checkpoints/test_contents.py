@@ -87,6 +87,16 @@ def test_prefix_of_foreign_files(tmp_path, files, prefix, explicit_prefix):
     assert contents.prefix(written, FlagValue("tiny", True)) == written / "a"
 
 
+def test_meta_json_has_null_instead_of_nan(tmp_path):
+    """JSON parsers of other languages reject NaN."""
+    folder = write_checkpoint(
+        tmp_path, "1", trained={"loss": float("nan"), "top1": float("inf"), "top5": 0.5, "ips": 9.0}
+    )
+    text = (folder / "meta.json").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    assert json.loads(text)["trained"] == {"loss": None, "top1": None, "top5": 0.5, "ips": 9.0}
+
+
 def test_meta_json_lists_the_files_of_a_checkpoint(tmp_path):
     folder, foreign = write_checkpoint(tmp_path, "1"), tmp_path / "foreign"
     foreign.mkdir()

@@ -130,10 +130,17 @@ def test_resume_adds_or_removes_ema_weights(run_train, tmp_path, capsys):
 
 @pytest.mark.parametrize("is_pretrained", [False, True])
 def test_ema_weights_of_sparse_network_are_sparse(run_train, averaged, tmp_path, is_pretrained):
-    """The EMA weights of a dense checkpoint are replaced, because they would not be sparse."""
-    start = ["--from-checkpoint", averaged[0] / EPOCH] if is_pretrained else []
+    """The EMA weights of a dense checkpoint are replaced with the pruned weights, which do not change with a learning
+    rate of 0."""
+    start = ["--from-checkpoint", averaged[0] / EPOCH, "--lr", "0", "--epochs", "1"] if is_pretrained else []
     assert run_train(*EMA, "--asp", "--prune-model", *start)[0] == 0
-    assert_sparse(weights(tmp_path / "output" / EPOCH))
+    folder = tmp_path / "output" / ("Tiny/0" if is_pretrained else EPOCH)
+    result = weights(folder)
+    assert_sparse(result)
+    if is_pretrained:
+        raw = weights(folder, "pdparams")
+        for name in ("conv2d_2.w_0", "linear_0.b_0"):
+            np.testing.assert_allclose(result[name], raw[name], rtol=1e-5)
 
 
 def test_fine_tuning_starts_from_ema_weights(run_train, averaged, tmp_path):

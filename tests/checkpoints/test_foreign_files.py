@@ -115,6 +115,11 @@ def test_state_dict_that_contains_itself_is_rejected(tmp_path):
         foreign_files.read(tmp_path / "a.pth")
 
 
+def test_state_dict_may_be_nested_in_two_dicts(tmp_path):
+    value = {"epoch": 3, "model": {"args": {}, "state_dict": {"a": tensor("0", (2,))}}}
+    assert_equal(read(tmp_path, "a.pth", zipped(value, {"0": BIAS.tobytes()})), {"a": BIAS})
+
+
 def test_state_dict_may_contain_parameters_and_attributes(tmp_path):
     parameter = Call(Global("torch._utils", "_rebuild_parameter"), (tensor("0", (2,)), True, ()))
     table = opcodes(Call(Global("collections", "OrderedDict"), ())) + b"(" + opcodes("a") + opcodes(parameter) + b"u"

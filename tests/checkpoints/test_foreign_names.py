@@ -140,6 +140,42 @@ def test_logits_equal_those_recorded_with_other_projects(case):
     np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("has_classifier", [False, True])
+def test_dropout_of_paddleclas_scales_only_the_classifier(has_classifier):
+    """The parameters are those of the last layers of PP-LCNet. A file may lack the classifier."""
+    state = {"last_conv.weight": np.ones((4, 2, 1, 1), np.float32)}
+    expected = {"head.weight": state["last_conv.weight"], "head.bias": np.zeros(4, np.float32)}
+    if has_classifier:
+        state |= {"fc.weight": np.ones((4, 3), np.float32), "fc.bias": np.ones(3, np.float32)}
+        expected |= {"classifier.weight": np.full((4, 3), 0.8, np.float32), "classifier.bias": state["fc.bias"]}
+    parameters = {name: foreign_names.Parameter(name, array.shape) for name, array in expected.items()}
+    found, projects = foreign_names.convert("pplcnet", state, parameters)
+    assert found.keys() == expected.keys() and projects == "PaddleClas"
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize(
+    ("family", "conv", "bn", "epsilon"),
+    [
+        ("mobilenet_v3", "features.0.0", "features.0.1", 1e-3),  # torchvision
+        ("mobilenet_v3", "conv_stem", "bn1", 1e-5),  # timm
+        ("mobilenet_v3", "conv.0", "conv.1", 1e-3),  # paddle.vision
+        ("mobilenet_v2", "features.0.0", "features.0.1", 1e-5),  # torchvision and paddle.vision
+        ("ghostnet", "conv_stem", "bn1", 1e-5),  # timm
+    ],
+)
+def test_first_layer_has_the_epsilon_of_its_project(family, conv, bn, epsilon):
+    """With a variance of 0, BN divides by the square root of epsilon, which is 4e-5 in this project here."""
+    fields = {"weight": 1, "bias": 1, "running_mean": 1, "running_var": 0}
+    state = {f"{bn}.{field}": np.full(4, value, np.float32) for field, value in fields.items()}
+    state[f"{conv}.weight"] = np.ones((4, 3, 3, 3), np.float32)
+    parameters = {f"stem.bn.{field}": foreign_names.Parameter(field, (4,), 4e-5) for field in foreign_names._BN}
+    parameters["stem.conv.weight"] = foreign_names.Parameter("filters", (4, 3, 3, 3))
+    found, _ = foreign_names.convert(family, state, parameters)
+    np.testing.assert_allclose(found["weight"], np.sqrt(4e-5 / epsilon), rtol=1e-6)
+
+
 # These networks differ from other networks only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet50", "ResNet101", "ResNet152", "XResNet50", "EfficientNet_Lite0", "EfficientNet_Lite2"}
 IN_TIMM = [arch for arch, network in MODELS.items() if getattr(network, "timm", None)]

@@ -1,6 +1,7 @@
 """Saving and restoring a run: position, learning rate schedule, BN statistics, and selection of the start
 checkpoint."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -98,7 +99,7 @@ def restore_run(checkpoint, schedule, fetchs):
 )
 def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     recorded = {"interp": "cubic", "lr": 0.3, "keep_checkpoints": 7, "num_of_class": 5, "asp": True}
-    recorded |= {"model_arch_name": "Tiny", "image_shape": [3, 224, 224]}
+    recorded |= {"model_arch_name": "Tiny", "image_shape": [3, 192, 160], "crop_size": 160, "resize_short": 183}
     folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded)
     checkpoint = restore.StartCheckpoint(str(folder), 2, 0, contents.read_meta(folder), start == "resumed")
     checkpoint = None if start == "pretrained" else checkpoint
@@ -108,7 +109,7 @@ def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
     assert {name for name, value in recorded.items() if getattr(args, name) == value} == {
         *inherited,
         "model_arch_name",
-        "image_shape",
+        *("image_shape", "crop_size", "resize_short"),
     }
     assert f"from {folder}/meta.json: --model-arch-name Tiny" in capsys.readouterr().out
     args = config.parse_args([*flags, "--lr", "0.2", "--keep-checkpoints", "2", "--interp", "linear"])
@@ -140,6 +141,7 @@ def test_network_of_the_start_selects_the_run_to_resume(tmp_path):
     start = ["--from-checkpoint", str(folder)]
     for flags, network in (
         ([*start, "--resume"], "ResNet18"),
+        (["--from-pretrained-params", str(folder), "--resume"], "ResNet18"),
         (start, "ResNet50"),
         (["--resume"], "ResNet50"),
         ([*start, "--resume", "--model-arch-name", "ResNet34"], "ResNet34"),
@@ -781,6 +783,54 @@ def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
     assert origin(str(saved / "mine")) == (str(saved), None)
 
 
+def test_checkpoint_before_the_first_step_is_not_resumed(args, tmp_path):
+    for epoch, step, position in ((0, 0, (0, 0, False)), (0, 1, (0, 1, True)), (0, None, (1, 0, True))):
+        ranks = [{"loader": {"step": step or 0, "conditions": {}}, "meters": {}}]
+        folder = write_checkpoint(tmp_path / "Tiny", "0", epoch=epoch, step=step, ranks=ranks)
+        checkpoint = find(args, folder.parent, "auto")
+        assert (checkpoint.epoch, checkpoint.step, checkpoint.resumes) == position
+
+
+@pytest.mark.parametrize(
+    ("classes", "outputs", "now", "problem"),
+    [
+        (["ant", "bee"], 2, ["ant", "bee"], None),
+        (["ant", "bee"], 3, ["ant", "cat"], "label 1 was bee and is cat"),
+        (["ant", "bee"], 3, ["ant", "bee", "cat"], "label 2 was unused and is cat"),
+        (["0", "1", "2"], 3, ["0", "1"], None),  # only numbers, of which some have no images
+        (["0", "1", "2"], 3, ["ant", "bee", "cat"], None),
+        (["0", "1", "2"], 3, ["0", "1", "2", "3"], "3 classes, now 4"),
+        (["0", "1"], 3, ["0", "1", "2"], None),
+        (None, 3, ["ant"], None),
+        (["ant", "bee"], 2, None, None),
+    ],
+)
+def test_resumed_run_may_have_unused_outputs_but_no_other_classes(classes, outputs, now, problem):
+    meta = {"classes": classes, "arguments": {"num_of_class": outputs}}
+    checkpoint = restore.StartCheckpoint("DIR", 1, 0, meta, True, label="--resume: DIR")
+    message = rf"--resume: DIR: a resumed run cannot change its classes \({problem}\).*: `train x`"
+    with pytest.raises(UsageError, match=message) if problem else contextlib.nullcontext():
+        restore.check_resumed_classes(checkpoint, now, "train x")
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_kind_of_labels_changes_only_in_fine_tuning(tmp_path, recorded):
+    arguments = {"multi_label": recorded, "model_arch_name": "Tiny"}
+    folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=arguments)
+    checkpoint = restore.StartCheckpoint(str(folder), 2, 0, contents.read_meta(folder), True)
+    kind, start = ["--multi-label", str(not recorded).lower()], ["--from-pretrained-params", str(folder)]
+    for flags, start_checkpoint in (
+        (["--from-checkpoint", str(folder)], checkpoint),
+        (["--run-scope", "eval_only", "--from-checkpoint", str(folder)], checkpoint),
+        (["--run-scope", "eval_only", *start], None),
+    ):
+        with pytest.raises(UsageError, match=f"--multi-label {kind[1]}: {folder} was trained with --multi-label"):
+            restore.inherit_flags(config.parse_args([*kind, *flags]), start_checkpoint)
+    args = config.parse_args([*kind, *start])
+    restore.inherit_flags(args, None)
+    assert args.multi_label != recorded
+
+
 @pytest.mark.parametrize("epoch", [4, None])
 @pytest.mark.parametrize("file", ["tiny.pdparams", "tiny.pdopt", "meta.json"])
 def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
@@ -819,11 +869,15 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
         (str(tmp_path / "theirs/10"), None, 10, "epoch 10"),
         ("DIR", inside, 4, "epoch 4 after 2 of 3 steps"),
         ("DIR", inside | {"step": None}, 4, "epoch 4"),
+        ("DIR", inside | {"epoch": 0, "step": None}, 0, "epoch 0"),
         ("DIR", None, 0, None),
         (None, None, 0, None),
     ):
         assert restore.log_evaluated(folder, meta) == epoch
         assert capsys.readouterr().out == (f"evaluating {folder}: {text}\n" if text else "")
+    (tmp_path / "theirs/10/tiny.pdopt").unlink()  # the checkpoints of other programs have two files
+    with pytest.raises(UsageError, match="theirs: contains no valid checkpoint"):
+        find(args, tmp_path / "theirs", "auto")
     shutil.copytree(saved, tmp_path / "theirs/11")
     (tmp_path / "theirs/11/meta.json").write_text("damaged")
     with pytest.raises(UsageError, match="theirs: contains no valid checkpoint"):

@@ -48,6 +48,9 @@ def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_pa
     shutil.rmtree(tmp_path / "3")
     assert run_folders.resolve(tmp_path) == last
     assert f"warning: {tmp_path}/best: refers to a missing checkpoint" in capsys.readouterr().out
+    lines = []
+    run_folders.resolve(tmp_path, log=lines.append)  # stdout may contain the output of a tool
+    assert len(lines) == 2 and capsys.readouterr().out == ""
 
 
 def test_checkpoint_of_a_run_with_only_damaged_checkpoints_is_not_chosen(tmp_path):

@@ -1,6 +1,7 @@
 """--teacher: the loss and its gradient, the teacher in the training step, resumed runs, and teachers that do not match
 the run."""
 
+import contextlib
 import json
 import pickle
 import re
@@ -19,12 +20,13 @@ from test_weights import tensors
 from conftest import NHWC, assert_one_error, frozen, losses, read_report
 from helpers import NETWORK_EXAMPLE, random_batches, variable, with_meta
 from paddle_resnet import export, predict, program, train, weights
-from paddle_resnet.checkpoints import contents, teachers
+from paddle_resnet.checkpoints import contents, restore, teachers
 from paddle_resnet.job import agreement
 from paddle_resnet.models import divergence, loss_head
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.step import cuda_graph
+from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block", "small_student")
 PLACE = paddle.CPUPlace()
@@ -281,6 +283,53 @@ def test_teacher_of_other_flags(run_train, tmp_path, capsys):
     assert "runs without rounding to INT8" in capsys.readouterr().out
 
 
+def test_weights_of_other_flags_are_loaded(parse, checkpoint, tmp_path):
+    """The checkpoint has the masks of --asp, the ranges of --qat and filters for four channels."""
+    weights = arrays(checkpoint / "tiny.pdparams")
+    first = weights["conv2d_0.w_0"]
+    other = {"conv2d_0.w_0": np.pad(first, [(0, 0), (0, 1), (0, 0), (0, 0)]), "conv2d_1.w_0.asp_mask": first}
+    files = {"tiny.pdparams": pickle.dumps(weights | other | {"quantization_0.range": np.ones(1, "float32")})}
+    teacher = with_meta(checkpoint, tmp_path / "teachers", {"image_shape": [4, 32, 32]}, files)
+    main = static.Program()
+    program.build(frozen(parse(*STUDENT, "--teacher", teacher)), main, static.Program(), 1)
+    teachers.load(main, PLACE)
+    np.testing.assert_array_equal(variable("teacher.conv2d_0.w_0"), first)
+
+
+def test_flags_that_determine_outputs_must_be_those_of_the_teacher(parse, checkpoint):
+    flags = parse(*STUDENT, "--teacher", checkpoint).as_dict()
+    assert teachers.find(flags | {"image_shape": [4, 32, 32]}).classes == ["class0", "class1", "class2"]
+    for other, problem in (
+        ({"multi_label": True}, "was trained with --multi-label false"),
+        ({"num_of_class": 2}, "has 3 classes, but this run has 2"),
+        ({"image_shape": [3, 32, 40]}, "different preprocessing; use --image-shape=3,32,32, or a different teacher"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            teachers.find(flags | other)
+
+
+@pytest.mark.parametrize("evaluated", [None, {"loss": 0.1, "top1": 0.75, "top5": 1.0, "ips": 9.0}])
+def test_teacher_may_have_no_evaluation(parse, checkpoint, tmp_path, evaluated):
+    teacher = with_meta(checkpoint, tmp_path, evaluated=evaluated, best=None)
+    found = teachers.find(parse(*STUDENT, "--teacher", teacher).as_dict())
+    assert found.metric == ({"top1": 0.75} if evaluated else {})
+
+
+def test_only_a_resumed_run_requires_the_teacher_of_its_checkpoint(parse, checkpoint):
+    teacher = teachers.find(parse(*STUDENT, "--teacher", checkpoint).as_dict())
+    other = teacher.record() | {"sha256": "0"}
+    for resumes, start, now, problem in (
+        (True, None, teacher, "was trained without --teacher; use --teacher None"),
+        (True, teacher.record(), None, "was trained with --teacher; use --teacher "),
+        (True, other, teacher, "differs from the weights"),
+        (True, teacher.record(), teacher, None),
+        *((False, start, now, None) for start, now in ((None, teacher), (other, None), (other, teacher))),
+    ):
+        point = restore.StartCheckpoint("DIR", 1, 0, {"teacher": start}, resumes)
+        with pytest.raises(UsageError, match=problem) if problem else contextlib.nullcontext():
+            teachers.check_resumed(point, now)
+
+
 @pytest.mark.slow
 def test_converted_weights_are_teachers(run_train, tmp_path, capsys):
     out, source = tmp_path / "converted", tmp_path / "resnet.pdparams"
@@ -302,7 +351,8 @@ def test_networks_from_file(run_train, tmp_path, capsys):
     capsys.readouterr()
     assert run_train(*STUDENT, *flags)[0] == 2
     assert_one_error(capsys.readouterr().err, ["--teacher ", "define both networks in one file"])
-    assert run_train("--model-arch-name", f"{file}:Net", *flags)[0] == 0
+    moved = file.rename(tmp_path / "moved.py")  # the path in the checkpoint is not imported
+    assert run_train("--model-arch-name", f"{moved}:Net", *flags)[0] == 0
 
 
 @pytest.mark.slow

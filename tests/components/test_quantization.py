@@ -167,13 +167,14 @@ def test_layers_with_their_biases_and_groups():
     assert layers == [*convolutions, ("linear_0.w_0", "linear_0.b_0", 1, 1)]
 
 
-def test_mixing_of_images_is_not_quantized(parse):
-    ranges = []
-    for flags in ([], ["--mixup", "0.2"]):
+def test_neither_mixing_of_images_nor_teacher_is_quantized(one_block, parse, checkpoint):
+    found = []
+    for flags in ([], ["--mixup", "0.2"], ["--teacher", checkpoint]):
         main = static.Program()
         program.build(frozen(parse("--qat", *flags)), main, static.Program(), 3)
-        ranges.append(quantization.ranges(main))
-    assert ranges[0] == ranges[1]
+        weights = [op.input("X") for op in main.global_block().ops if op.type == quantization.WEIGHT]
+        found.append((quantization.ranges(main), weights))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow

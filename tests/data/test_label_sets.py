@@ -135,6 +135,8 @@ def test_listed_class_folders_may_be_empty(tmp_path):
     ]
     with pytest.raises(UsageError, match="train has no images for 1 of 4 classes .*--allow-empty-classes$"):
         DataRoot(path, is_multi_label=True).open(Mode.TRAIN, None, seed=1)
+    opened = DataRoot(path, is_multi_label=True).open(Mode.TRAIN, None, seed=1, allow_empty=True)
+    assert opened.classes == ["blue", "bluegreen", "red", "white"] and opened.class_images[3] == 0
 
 
 @pytest.mark.parametrize("kind", ["csv", "vector"])
@@ -169,6 +171,7 @@ def test_classes_of_checkpoint_order_classes(roots):
         found = label_sets.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL, 4, trained)
         of_image = {os.path.basename(name): row for name, row in zip(found.names, found.numbers, strict=True)}
         assert found.classes == trained and of_image["05.png"] == [0, 3]
+        assert DataRoot(roots[kind], is_multi_label=True).open(Mode.EVAL, 4, 0, trained=trained).classes == trained
 
 
 def test_copies_are_one_image_and_equal_names_are_not(roots, tmp_path, capsys):

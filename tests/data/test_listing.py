@@ -343,6 +343,11 @@ def test_training_set_with_one_class_is_an_error(photos, tmp_path, capsys, table
     assert problem in capsys.readouterr().err
 
 
+def test_records_may_have_one_class_among_the_checked_labels(tmp_path, few_checked_labels):
+    data_files.write_lmdb(tmp_path / "train_lmdb", [(b"image", label) for label in (1, 0, 1, 0, 1)])
+    assert open_split(tmp_path, "lmdb", Mode.TRAIN, 2, 0).size == 5
+
+
 @pytest.mark.usefixtures("convert_here")
 @pytest.mark.parametrize("data_format", data_files.FORMATS)
 def test_records_of_one_class_are_an_error(photos, tmp_path, data_format):
@@ -462,7 +467,10 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     ):
         DataRoot(tmp_path).count_classes(Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
-    assert DataRoot(tmp_path).count_classes(Mode.TRAIN) == 2
+    root = DataRoot(tmp_path)
+    assert root.count_classes(Mode.TRAIN) == 2
+    with pytest.raises(UsageError, match="label 1"):  # each number of classes is compared with the labels
+        root.open(Mode.TRAIN, 1, 0)
     (tmp_path / "val.txt").write_text("b 2\n")  # both lists define the classes
     assert DataRoot(tmp_path).count_classes(Mode.TRAIN) == DataRoot(tmp_path).count_classes(Mode.EVAL) == 3
     (tmp_path / "val.txt").unlink()

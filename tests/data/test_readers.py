@@ -429,6 +429,8 @@ def test_skipped_records_are_omitted(converted, data_format):
         data_set = open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
         expected = [read_image(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected
+        # The positions in the stored order include the images of the skip list.
+        assert DataRoot(root, skip=frozenset(image.name for image in skipped)).listed(mode) == images
     all_names = frozenset(image.name for image in images)
     assert "--skip-list leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
 
@@ -530,6 +532,14 @@ def test_common_shard_names_are_recognized(converted, tmp_path, data_format, nam
 def make_list(root, split, *lines):
     with open(f"{root}/{split}.txt", "w") as f:
         f.write("".join(f"{line}\n" for line in lines))
+
+
+def test_file_list_has_the_names_of_the_class_folders_for_training(make):
+    root = make("train/ant/a", "train/bee/b", "train/cat/c", "x", "y")
+    make_list(root, "val", "x 0", "y 2")
+    data_set = open_split(root, "auto", Mode.EVAL, 3, 0)
+    assert data_set.data_format == "filelist"
+    assert data_set.classes == data_set.class_names == ["ant", "bee", "cat"]
 
 
 def test_balanced_sampler_draws_classes_and_images_uniformly(make):

@@ -111,12 +111,14 @@ def test_only_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
         ([*BENCHMARK, "--profile-steps", "2:7"], "2:7"),
         (["--profile-steps", "3:5"], "3:5"),
         (["--profile-steps", "3:5", "--dry-run"], "3:5"),
+        # The run evaluates after step 2.
+        (["--profile-steps", "1:3", "--iter-unit", "batch", "--num-iter", "3", "--eval-interval", "2"], "1:3"),
     ],
 )
 def test_steps_outside_run_are_rejected_before_first_step(run_train, tmp_path, capsys, flags, steps):
     code, report = run_train(*flags)
     assert code == 2
-    end = 6 if "--benchmark" in flags else 3
+    end = 6 if "--benchmark" in flags else 2 if "--iter-unit" in flags else 3
     assert_one_error(capsys.readouterr().err, [f"--profile-steps {steps}", f"0:{end}"])
     assert report == []
     assert not (tmp_path / "output/profile").exists()

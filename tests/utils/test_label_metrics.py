@@ -67,6 +67,12 @@ def test_threshold_has_highest_f1_of_all_thresholds(ties):
     assert f1(threshold) == max(map(f1, {*values, 0}))
 
 
+def test_highest_of_equally_good_thresholds_is_chosen():
+    """One predicted image has the same F1 as four."""
+    assert best_threshold(np.array([True, False, False, True]), np.array([0.9, 0.7, 0.5, 0.3])) == pytest.approx(0.8)
+    assert best_threshold(np.array([True, True]), np.array([0.9, 0.4])) == pytest.approx(0.2)  # half of the lowest
+
+
 def test_given_thresholds_are_used():
     rows = scores()
     thresholds = [0.5, 0.9, 0.1, 0.0, 1.0]
