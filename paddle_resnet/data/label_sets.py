@@ -246,7 +246,10 @@ def read_labels(
             f"use --num-of-class {len(names)}"
         )
     if kind == "recordio":
-        return _records(root, mode, names)
+        own = data_classes(root, mode) if is_named else names
+        if is_named and not numbering.are_numbers(own):
+            numbering.check_names(os.path.join(root.image_root, "classes.txt"), own, num_of_class, trained)
+        return _records(root, mode, names, len(own))
     if kind == "table":
         return _table(root, mode, names, is_named)
     if not is_named and _exists(root, Mode.TRAIN) and storage(root, Mode.TRAIN) == "folder":
@@ -337,10 +340,18 @@ def _hash(path):
         return hashlib.sha256(f.read()).digest()
 
 
-def _records(root, mode, names):
+def _records(root, mode, names, count):
+    """Return the Labels of records. `names` are the classes in label order, `count` is the number of classes in the
+    data set."""
     records = root.records(mode, root.skip)
     labels = _record_labels(records)
-    is_vector = _is_vector(labels, len(names))
+    is_vector = _is_vector(labels, count)
+    if is_vector and count > len(names):
+        raise UsageError(
+            f"--image-root {root.image_root}: each RecordIO record of {mode.value} has {count} labels, one per class, "
+            f"but the checkpoint has {counted(len(names), 'class', 'classes')}; store one label for each of these "
+            "classes"
+        )
     if is_vector:
         numbers = [np.flatnonzero(row).tolist() for row in labels]
     else:

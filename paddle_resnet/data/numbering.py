@@ -95,7 +95,7 @@ def establish(
         )
     if "folder" not in formats.values():
         if names is not None:
-            _check_names(path or f"--image-root {image_root}", names, num_of_class, trained)
+            check_names(path or f"--image-root {image_root}", names, num_of_class, trained)
         if trained is not None and not are_numbers(trained):
             _check_lists(root, formats, offsets, trained, CHECKPOINT)
         return Numbering(names, class_names, offsets[mode])
@@ -267,9 +267,9 @@ def _names(image_root, formats, sampled, offsets, num_of_class=None):
     return None, names, names
 
 
-def _check_names(path, classes, num_of_class, trained):
+def check_names(path: str, classes: Sequence[str], num_of_class: int | None, trained: Sequence[str] | None) -> None:
     """Raise UsageError if there are more names than network outputs, or if a name has a different label in a trained
-    network."""
+    network. `path` is the file that contains the names, for the message."""
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
             f"--num-of-class {num_of_class}: fewer than the {len(classes)} classes in {path}; "

@@ -174,6 +174,26 @@ def test_classes_of_checkpoint_order_classes(roots):
         assert DataRoot(roots[kind], is_multi_label=True).open(Mode.EVAL, 4, 0, trained=trained).classes == trained
 
 
+@pytest.mark.parametrize("kind", ["vector", "numbers"])
+def test_records_are_numbered_as_in_the_checkpoint(roots, kind):
+    root = DataRoot(roots[kind], is_multi_label=True)
+    expected = label_sets.read_labels(root, Mode.EVAL).numbers
+    for trained in ([*CLASSES, "unused"], ["0", "1", "2"]):
+        found = label_sets.read_labels(root, Mode.EVAL, len(trained), trained)
+        assert (found.numbers, found.classes) == (expected, trained if "unused" in trained else CLASSES)
+    with pytest.raises(UsageError, match="classes.txt: blue has label 0, but label 2 in the checkpoint; number the"):
+        label_sets.read_labels(root, Mode.EVAL, 3, CLASSES[::-1])
+    with pytest.raises(UsageError, match="--num-of-class 2: fewer than the 3 classes in .*classes.txt"):
+        label_sets.read_labels(root, Mode.EVAL, 2, CLASSES[:2])
+
+
+def test_records_without_names_have_at_most_the_classes_of_the_checkpoint(roots, tmp_path):
+    root = shutil.copytree(roots["vector"], tmp_path / "root")
+    (root / "classes.txt").unlink()
+    with pytest.raises(UsageError, match="each RecordIO record of val has 3 labels.* but the checkpoint has 2 classes"):
+        label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL, 2, CLASSES[:2])
+
+
 def test_copies_are_one_image_and_equal_names_are_not(roots, tmp_path, capsys):
     root = shutil.copytree(roots["folders"], tmp_path / "root")  # copies the files instead of the links
     count = len(label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN).names)

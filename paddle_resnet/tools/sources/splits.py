@@ -131,10 +131,11 @@ def numbered(
     place: Callable[[int], str],
     from_one: bool = False,
     flag: str | None = None,
+    first: int | None = None,
 ) -> tuple[list[int], list[str] | None]:
     """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, with one
-    exception: if the smallest label is 1 and the largest is the number of names (without names, see from_one), 1 is
-    subtracted from all labels.
+    exception: 1 is subtracted from all labels if `first` is 1, or if `first` is None, the smallest label is 1 and the
+    largest is the number of names (without names, see from_one).
 
     Args:
         source: the data set, for messages.
@@ -143,6 +144,7 @@ def numbered(
         place: function that returns where label number i is stored, for messages.
         from_one: whether labels without names are renumbered from 0 if the labels are exactly 1, 2, ..., N for an N.
         flag: flag that chooses different labels, for messages, or None.
+        first: label of the first name, 0 or 1, or None if it is unknown.
     Returns:
         ([label as an int], class names or None)
     Raises:
@@ -165,10 +167,12 @@ def numbered(
     what = counted(limit, "class name" if names else "image")
     low, high = (min(labels), max(labels)) if kinds == {int} else (0, 0)
     is_from_one = low == 1 and (high == len(names) if names else from_one and set(labels) == {*range(1, high + 1)})
+    if first is not None:
+        is_from_one = first == 1
     if is_from_one:
         logger.info(f"{source}: labels from 1 to {high} are renumbered from 0")
     for i, label in enumerate(labels):
-        if type(label) is not int or label < 0:
+        if type(label) is not int or label < is_from_one:
             raise UsageError(f"{place(i)}: label {str(label)[:50]} is not a class; correct it, or remove the image")
         if label - is_from_one >= limit:
             choice = f", or choose different labels with {flag}" if flag else ""

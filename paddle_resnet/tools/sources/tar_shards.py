@@ -41,9 +41,9 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     labels = [label for *_, label in flat]
     if all(re.fullmatch("-?[0-9]+", label) for label in labels):
         labels = [*map(int, labels)]
-    _, names, _ = label_names(source) or (None, None, None)
+    _, names, first = label_names(source) or (None, None, None)
     numbers, names = splits.numbered(
-        source, labels, names, lambda i: f"{flat[i][0]}: sample {flat[i][1]}", flag="--label-column"
+        source, labels, names, lambda i: f"{flat[i][0]}: sample {flat[i][1]}", flag="--label-column", first=first
     )
     numbers = iter(numbers)
     return {

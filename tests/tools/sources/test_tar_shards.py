@@ -68,6 +68,22 @@ def test_order_of_labels_and_class_names(tmp_path):
     assert sources.read(tmp_path / "a")[2] == NAMES
 
 
+def test_numbers_in_the_file_of_class_names_are_those_of_the_labels(tmp_path):
+    """The last class has no images, so that its number is not the largest label."""
+    shards("cls", lambda k: f"{k + 1}")(tmp_path)
+    names = [*NAMES, "unused"]
+    put(tmp_path / "labels.txt", "".join(f"{number} {name}\n" for number, name in enumerate(names, 1)))
+    _, splits, classes = sources.read(tmp_path)
+    assert classes == names and all(map(colors_match, splits.values()))
+    put(tmp_path / "labels.txt", "".join(f"{number} {name}\n" for number, name in enumerate(NAMES)))
+    with pytest.raises(UsageError, match="has label 4, but the data set has only 4 class names"):
+        sources.read(tmp_path)
+    put(tmp_path / "labels.txt", "".join(f"{number} {name}\n" for number, name in enumerate(names, 1)))
+    shards("cls", str)(tmp_path)
+    with pytest.raises(UsageError, match="label 0 is not a class"):
+        sources.read(tmp_path)
+
+
 @pytest.mark.parametrize(("texts", "are_labels"), [("abab", True), ("abcc", False), ("aabc", False), ("abcabc", True)])
 def test_texts_of_which_more_than_half_differ_are_not_labels(tmp_path, texts, are_labels):
     files = [
