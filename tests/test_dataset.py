@@ -127,6 +127,7 @@ def test_invalid_command_line_exits_with_code_2(argv, capsys):
     [
         (["split", "x", "--output", "y", "--val", "1.5"], "1.5 is not between 0 and 1"),
         (["split", "x", "--output", "y", "--val", "some"], "'some' is not a number"),
+        (["split", "x", "--output", "y", "--val", "0"], "0 leaves one split empty; use a fraction between 0 and 1"),
         (["split", "x", "--output", "y", "--val", "1"], "1 leaves one split empty; use a fraction between 0 and 1"),
         (["split", "x", "--output", "y", "--seed", "9" * 400], "is too large; use a whole number from 0 to"),
         (["speed", "x", "--threads", "2,many"], "'many' is not a whole number; use a whole number from 1 to 1024"),

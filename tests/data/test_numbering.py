@@ -384,6 +384,8 @@ def test_offset_is_detected_from_both_splits(tmp_path, verify_here):
     assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=classes.numbers(8)) == {0: {7}}
     put_tfrecords(tmp_path / "last", classes=1, first=8)  # only the number of outputs shows that labels start at 1
     assert labels_of(tmp_path / "last", Mode.TRAIN, 8, allow_one_class=True) == {0: {7}}
+    flags = ["--num-of-class", "8", "--allow-one-class", "--device", "cpu", "--image-shape", "3,32,32"]
+    assert [name for *_, name in inspection.augmented(tmp_path / "last", 1, 1, flags)] == ["7"]
     assert not verify.verify(tmp_path / "last", 8, allow_one_class=True).training_would_fail
 
 

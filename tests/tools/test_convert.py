@@ -94,7 +94,9 @@ def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
 
 @pytest.mark.parametrize(("to", "names"), [("tfrecord", "{}-*-of-000??"), ("webdataset", "{}-??????.tar")])
 def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
-    convert.convert(photos, tmp_path / "x", to, shards=7, workers=2)
+    done = []
+    convert.convert(photos, tmp_path / "x", to, shards=7, workers=2, progress=lambda n, total: done.append(n))
+    assert done == sorted(done) and done[-1] == 53
     shards = sorted(path for path in (tmp_path / "x").glob(names.format("train")))
     assert len(shards) == 7
     # As many images per shard as in train: 23 / (30 / 7), rounded up.
@@ -178,9 +180,11 @@ def test_skipped_images_are_omitted(photos, tmp_path, capsys):
     assert counts == {"train": 29, "val": 22}
     assert contents(tmp_path / "x") == contents(photos)[1:]
     assert "has no images" not in capsys.readouterr().err
-    (tmp_path / "bad.txt").write_text("".join(f"{path.relative_to(photos)}\n" for path in photos.glob("val/class1/*")))
+    (tmp_path / "bad.txt").write_text("".join(f"{path.relative_to(photos)}\n" for path in photos.glob("*/class1/*")))
     convert.convert(photos, tmp_path / "y", "recordio", workers=1, skip_list=str(tmp_path / "bad.txt"))
-    assert "val has no images for 1 of 3 classes (class1); add images" in capsys.readouterr().err
+    warnings = capsys.readouterr().err
+    for split in ("train", "val"):
+        assert f"{split} has no images for 1 of 3 classes (class1); add images" in warnings
 
 
 def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
@@ -201,7 +205,10 @@ def test_images_of_the_same_name_and_class_are_all_written_to_its_folder(photos,
     with pytest.raises(UsageError, match="--shards 2: class folders have no shards; remove --shards"):
         write(shards=2)
     write()
-    assert len(contents(tmp_path / "x")) == 3
+    (tmp_path / "x/val/a/x.jpg").unlink()
+    (tmp_path / "x/val/a/x.jpg").symlink_to(tmp_path / "nowhere")
+    write()  # repairs the folder
+    assert len(contents(tmp_path / "x")) == 3 and not (tmp_path / "nowhere").exists()
     assert sorted(contents(tmp_path / "x")) == sorted(map(read_image, images))
 
 

@@ -46,6 +46,8 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count, most,
     for split, axes in bars.items():
         counts = data[split]["classes"]
         assert [bar.get_width() for bar in axes.patches] == [counts.get(name, 0) for name in names]
+        shown = [f"{counts[name]:,}" if name in counts else "" for name in names]
+        assert [text.get_text() for text in axes.texts] == shown
         assert axes.get_ylim() == (len(names) - 0.5, -0.5)
         assert axes.get_title() == f"{split}: {sum(counts.values()):,} images in {count:,} classes"
     sizes = [axes for axes in figure.axes if axes.get_xlabel() == "width (pixels)"]
@@ -73,10 +75,10 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count, most,
 
 def test_curves_of_many_classes_show_the_images_of_each_split():
     data = splits(3)
-    data["val"]["classes"]["[b]$class$ 1"] = 5
+    data["val"]["classes"] |= {"[b]$class$ 1": 5, "only in val": 2}
     figure = drawing.balance(data, most_bars=2, extremes=1)
     curves = [axes.lines[0].get_ydata().tolist() for axes in figure.axes if axes.get_xlabel().startswith("class")]
-    assert curves == [[2, 1, 0], [1, 5, 1]]  # in the order of train
+    assert curves == [[2, 1, 0, 0], [1, 5, 1, 2]]  # in the order of train
     pyplot.close(figure)
 
 
@@ -213,7 +215,7 @@ def test_unknown_format_is_rejected_before_reading_data(tmp_path, capsys, comman
 def test_splits_share_axes_and_huge_images_are_counted():
     sizes = np.full((500, 2), (400, 300))
     content = {"classes": {"a": 500}, "sizes": np.vstack([sizes, [[9000, 200], [300, 8000]]])}
-    figure = drawing.balance({"train": content, "val": {"classes": {"a": 100}, "sizes": sizes[:100]}})
+    figure = drawing.balance({"train": content, "val": {"classes": {"a": 100}, "sizes": sizes[:100] // 2}})
     bars, scatters = figure.axes[:2], figure.axes[2:]
     assert len({axes.get_xlim() for axes in bars}) == 1
     assert {(axes.get_xlim(), axes.get_ylim()) for axes in scatters} == {((0, 420), (0, 315))}
@@ -228,3 +230,5 @@ def test_full_disk_is_an_error_in_every_format(tmp_path, suffix):
     with pytest.raises(UsageError, match=f"--output {path}: cannot be written \\(No space left on device\\); choose a"):
         drawing.save(figure := pyplot.figure(figsize=(1, 1)), path)
     assert not pyplot.fignum_exists(figure.number)
+    with pytest.raises(UsageError, match=f"^the curve in --output-dir {path}: cannot be written"):
+        drawing.save(pyplot.figure(figsize=(1, 1)), path, "the curve in --output-dir")

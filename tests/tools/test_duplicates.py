@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import re
 import shutil
 
 import data_files
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from layouts import put, write_tar
 from paddle_resnet import dataset, predict
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import features
@@ -80,12 +82,15 @@ def test_the_same_file_comes_before_other_images_of_the_same_distance(root, tmp_
     gray = Image.open(root / "train/a/3.png").convert("L")
     for i in range(3, 3 + others):  # the order of records is random
         save(root / f"train/a/{i}.png", gray)
-    shutil.copy(root / "train/b/9.png", root / "val/a/9.png")
+    for label in "ab":
+        shutil.copy(root / "train/b/9.png", root / f"val/{label}/9.png")
     assert dataset.main(["duplicates", str(root)]) == 1
-    assert f"same file: val/a/9.png = train/b/9.png and {others} more (labels 0 and 1)\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"same file: val/a/9.png = train/b/9.png and {others} more (labels 0 and 1)\n" in printed
+    assert f"same file: val/b/9.png = train/b/9.png and {others} more\n" in printed
     data_files.write(root, tmp_path / "records", "tfrecord", 2)
     report = duplicates.by_hash(duplicates.list_images(tmp_path / "records"))
-    assert [pair.kind for pair in report.pairs if pair.matches == others + 1] == ["same file"]
+    assert [pair.kind for pair in report.pairs if pair.matches == others + 1] == ["same file"] * 2
 
 
 @pytest.mark.usefixtures("convert_here")
@@ -103,11 +108,22 @@ def test_labels_of_records_are_known_after_a_comparison_of_features(root, tmp_pa
     ]
 
 
-def test_file_lists_can_be_compared(root):
+def test_file_lists_can_be_compared(root, tmp_path, capsys):
+    (tmp_path / "lists").mkdir()
     for name in ("train", "val"):
         paths = sorted((root / name).glob("*/*"))
         lines = [f"{path.relative_to(root)} {'ab'.index(path.parent.name)}\n" for path in paths]
         (root / f"{name}.txt").write_text("".join(lines))
+        lines = [f"{path} {'ab'.index(path.parent.name) + 1}\n" for path in paths]
+        (tmp_path / "lists" / f"{name}.txt").write_text("".join(lines))
+    command = ["duplicates", str(tmp_path / "lists"), "--json"]
+    assert dataset.main(command) == 2
+    assert "--allow-outside" in capsys.readouterr().err
+    assert dataset.main([*command, "--allow-outside", "--label-offset", "1"]) == 1
+    pairs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(pair["kind"], pair["val_label"], pair["train_label"]) for pair in pairs] == [
+        (kind, *labels) for kind, _, *labels in EXPECTED
+    ]
     images = duplicates.list_images(root)
     assert found(duplicates.by_hash(images)) == EXPECTED
     (root / "val/b/3.png").unlink()
@@ -183,12 +199,13 @@ def test_groups_are_connected_by_chains():
 
 
 def test_command_prints_pairs_and_writes_lists(root, tmp_path, capsys):
+    (root / "val/a/2.jpg").rename(root / "val/a/2\n.jpg")
     table, fix_list = tmp_path / "pairs.csv", tmp_path / "skip.txt"
     assert dataset.main(["duplicates", str(root), "--csv", str(table), "--fix-list", str(fix_list)]) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "same file: val/a/0.png = train/b/0.png (labels 0 and 1)"
     assert out[1] == "same pixels: val/a/1.bmp = train/a/1.png"
-    assert out[2].startswith("similar ") and out[2].endswith(": val/a/2.jpg = train/a/2.png")
+    assert out[2].startswith("similar ") and out[2].endswith(": val/a/2\\n.jpg = train/a/2.png")
     assert out[3:] == [
         "3 of 8 validation images have a duplicate among 8 training images: 1 same file, 1 same pixels, 1 similar"
     ]
@@ -205,7 +222,7 @@ def test_command_prints_pairs_and_writes_lists(root, tmp_path, capsys):
     assert dataset.main(["duplicates", str(root), "--skip-list", str(fix_list)]) == 0
     assert capsys.readouterr().out == none
     skip = DataRoot(root, skip_list=fix_list).skip
-    assert skip == {"val/a/0.png", "val/a/1.bmp", "val/a/2.jpg"}
+    assert skip == {"val/a/0.png", "val/a/1.bmp", "val/a/2\n.jpg"}
     for name in skip:
         (root / name).unlink()
     assert dataset.main(["duplicates", str(root)]) == 0
@@ -249,6 +266,17 @@ def test_unreadable_images_are_reported(root, capsys):
     truncated, *others = sorted(captured.err.splitlines(), key=lambda line: reason in line)
     assert truncated.startswith("train/b/2.png cannot be decoded by Pillow (")
     assert others == [f"train/b/1.png {reason}", f"val/b/0.png {reason}"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_records_without_a_label_are_reported(root, tmp_path, capsys):
+    data = (root / "val/b/0.png").read_bytes()
+    for name, label in (("train", b"0"), ("val", b"b")):
+        put(tmp_path / f"x/{name}-000000.tar", write_tar([("0.png", data), ("0.cls", label)]))
+    assert dataset.main(["duplicates", str(tmp_path / "x")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "0 of 0 validation images have a duplicate among 1 training image\n"
+    assert re.match(r"val-000000.tar@\d+ cannot be read \(.*the label 'b' is not a number", captured.err)
 
 
 @pytest.mark.parametrize("name", ["train", "val"])
@@ -322,6 +350,17 @@ def test_features_are_compared_batch_by_batch():
         int(count) for count in (cosines >= 0.6).sum(axis=1) if count
     ]
     assert (report.images, report.unreadable) == ({"train": 24, "val": 25}, {"train3": "bad"})
+
+
+def test_validation_images_that_cannot_be_read_have_no_duplicates():
+    listed = {mode: [duplicates.Image(mode.value, "/missing", 0)] for mode in Mode}
+
+    def features_of(images):
+        is_read = images == listed[Mode.TRAIN]
+        yield [(images[0], None if is_read else "bad")], np.ones((1, 1) if is_read else (0, 0), np.float32)
+
+    report = duplicates.by_features(listed, features_of)
+    assert report == duplicates.Report({"train": 1, "val": 0}, [], {"val": "bad"})
 
 
 def test_distance_of_equal_features_is_not_negative():

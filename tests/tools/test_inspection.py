@@ -59,8 +59,9 @@ def test_preview_of_multi_label_images_names_all_classes(tmp_path, kind):
 @pytest.mark.parametrize("flags", [[], ["--multi-label"]])
 def test_preview_omits_undecodable_images_and_those_of_the_skip_list(colors, tmp_path, capsys, flags):
     (colors / "train/c5/x.png").write_bytes(b"not an image")
+    (colors / "train/empty").mkdir()
     (tmp_path / "skip.txt").write_text("train/c3/x.png\n./train/c8/x.png\n")
-    flags = [*TINY, "--num-of-class", "10", *flags, "--skip-list", str(tmp_path / "skip.txt")]
+    flags = [*TINY, "--num-of-class", "11", *flags, "--skip-list", str(tmp_path / "skip.txt")]
     rows = inspection.augmented(colors, 25, 1, flags)
     assert [name for *_, name in rows] == [f"c{i}" for i in range(10) if i not in (3, 5, 8)]
     assert f"{colors}: omitting 1 of 8 chosen images, which cannot be decoded" in capsys.readouterr().err
@@ -238,7 +239,7 @@ def test_speed_measures_the_flags_of_train_by_default(photos, tmp_path, capsys):
 def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
     def open_loader(root, arguments):
         args = config.parse_args(arguments)
-        opened.append((args.dali_device, args.hw_decoder_load))
+        opened.append((args.dali_device, args.dali_num_threads, args.hw_decoder_load))
         loaders.append(iter(range(6)))
         return loaders[-1], args
 
@@ -247,11 +248,11 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
     monkeypatch.setattr(inspection, "open_loader", open_loader)
     times = itertools.cycle([0, 1, 0, 4, 0, 2])  # begin and end of each measurement in seconds
     monkeypatch.setattr(inspection, "perf_counter", lambda: next(times))
-    arguments = ["--batch-size", "8"]
+    arguments = ["--batch-size", "8", "--dali-num-threads", "7", "--hw-decoder-load", "0.9"]
     rows = inspection.speed("data", [1], [0.5, 0.7], batches=3, repeats=3, arguments=arguments)
     assert [rates for *_, rates in rows] == [[24, 6, 12]] * 3  # images per second
     assert [list(loader) for loader in loaders] == [[]] * 9  # three batches as a warm-up, and three to measure
-    expected = [("cpu", 0.9), ("gpu", 0.5), ("gpu", 0.7)]
+    expected = [("cpu", 1, 0.9), ("gpu", 1, 0.5), ("gpu", 1, 0.7)]
     assert opened == [setting for setting in expected for _ in range(3)]
     output = capsys.readouterr().out
     assert "data: loader throughput in images/s, n = 3, 3 batches of 8" in " ".join(output.split())
@@ -287,10 +288,14 @@ def test_invalid_command_exits_with_code_2_and_one_line(photos, capsys, argument
     assert len(stderr.splitlines()) == 1
 
 
-def test_batch_size_may_exceed_data_set(colors):
+def test_batch_size_may_exceed_data_set(colors, tmp_path):
     arguments = [*TINY, "--num-of-class", "10", "--batch-size", "256"]
     [(_, _, _, rates)] = inspection.speed(colors, [1], [0.9], batches=2, repeats=1, arguments=arguments)
     assert min(rates) > 0
+    (tmp_path / "skip.txt").write_text("train/c3/x.png\n")
+    for flags in ([], ["--multi-label"]):
+        _, args = inspection.open_loader(colors, [*arguments, "--skip-list", str(tmp_path / "skip.txt"), *flags])
+        assert args.batch_size == 9
 
 
 def test_preview_without_a_decodable_image_is_an_error(colors, tmp_path):

@@ -56,6 +56,9 @@ FILES = {
     "good.jfif": (JPEG, False, []),
     "good.png": (encoded(kind="PNG"), False, []),
     "good.webp": (encoded(kind="WEBP"), False, []),
+    "good.bmp": (encoded(kind="BMP"), False, []),
+    "good.tiff": (encoded(kind="TIFF"), False, []),
+    "good.jpeg": (JPEG, False, []),
     "empty.jpg": (b"", True, ["0 bytes"]),
     "text.jpg": (b"this is not an image" * 9, True, ["unknown to Pillow"]),
     "half.jpg": (JPEG[: len(JPEG) // 2], True, ["truncated"]),
@@ -291,22 +294,23 @@ def test_unwritable_fix_list_is_rejected_before_verification(tmp_path, capsys):
 
 def test_class_only_in_val_fails_verification(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
-    shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
-    (tmp_path / "root/val/class9/bad.jpg").write_text("x")
+    (tmp_path / "root/val").rename(tmp_path / "root/valid")
+    shutil.copytree(photos / "val" / "class0", tmp_path / "root/valid/class9")
+    (tmp_path / "root/valid/class9/bad.jpg").write_text("x")
     report = verify.verify(tmp_path / "root", num_of_class=2)
     copied = len(list((photos / "val/class0").iterdir()))
     assert report.images == 30 + 23 + copied + 1
-    assert [*report.failing] == ["val/class9/bad.jpg"]
+    assert [*report.failing] == ["valid/class9/bad.jpg"]
     assert len(report.unusual["the same file in two classes"]) == copied
     assert len(report.errors) == 3  # each split has more than two classes
-    assert "val/class9 has no train/class9" in report.errors[2]
+    assert "valid/class9 has no train/class9" in report.errors[2]
     assert report.training_would_fail
     assert len(verify.verify(tmp_path / "root").errors) == 1
     # A copy in the same class of both splits is not a copy in two classes, even if val/ lacks a class.
-    shutil.rmtree(tmp_path / "root/val/class1")
-    shutil.copy(photos / "train/class2/02.jpg", tmp_path / "root/val/class2/copy.jpg")
+    shutil.rmtree(tmp_path / "root/valid/class1")
+    shutil.copy(photos / "train/class2/02.jpg", tmp_path / "root/valid/class2/copy.jpg")
     unusual = verify.verify(tmp_path / "root").unusual
-    assert unusual["the same file in train and val"] == ["train/class2/02.jpg = val/class2/copy.jpg"]
+    assert unusual["the same file in train and val"] == ["train/class2/02.jpg = valid/class2/copy.jpg"]
     assert len(unusual["the same file in two classes"]) == copied
 
 
