@@ -422,9 +422,11 @@ def test_web_page_shows_classes_above_threshold():
     description |= {"evaluated": {"map": 0.5, "map_micro": 0.5, "loss": 1.0}}
     found = {"red.png": [{"label": 1, "class": "red"}], "none.png": []}
     heat_map = {"heat_map": lambda upload, label: b"%d" % label}
+
+    def classify(upload):
+        return found.get(upload.name), "is bad" if upload.name == "bad.png" else None
+
     with ThreadPoolExecutor(1) as worker:
-        problems = {"bad.png": "is bad"}
-        classify = lambda upload: (found.get(upload.name), problems.get(upload.name))  # noqa: E731
         client = TestClient(web.create_app(classify, worker, description, 10**6, 3, **heat_map))
         bad = client.post("/predict?heat_map=1", files=[("image", ("bad.png", b"x"))]).json()
         assert bad["images"] == [{"image": "bad.png", "error": "is bad"}]

@@ -43,6 +43,7 @@ def trained(once, own_run, file, tmp_path):
 
     def make(folder):
         assert own_run("--output-dir", folder)[0] == 0
+        file.with_suffix(".executed").unlink()
 
     return shutil.copytree(once("own_network", make) / "Net", tmp_path / "output/Net", symlinks=True)
 
@@ -91,7 +92,6 @@ def test_resume_inside_epoch_is_bit_identical(file, losses_with_a_resume):
 
 
 def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path, capsys):
-    (tmp_path / "net.executed").unlink(missing_ok=True)
     forget()
     image = ROOT / "docs/data_way.svg"
     starts = [
@@ -131,7 +131,6 @@ def test_flag_chooses_the_file_of_heat_maps_and_exports(file, trained, photo_pat
     ],
 )
 def test_training_requires_flag(run_train, file, trained, tmp_path, capsys, flags):
-    (tmp_path / "net.executed").unlink(missing_ok=True)
     forget()
     from paddle_resnet import train
 
