@@ -21,6 +21,8 @@ FORWARD, BACKWARD, OPTIMIZE, SCHEDULE, LOSS = (
     int(role) for role in (_OpRole.Forward, _OpRole.Backward, _OpRole.Optimize, _OpRole.LRSched, _OpRole.Loss)
 )
 
+HALF = paddle.float16, paddle.bfloat16
+
 _PIR_PROGRAM = getattr(getattr(paddle, "pir", None), "Program", ())  # Paddle 2.6 has no public class of PIR programs
 
 
@@ -234,6 +236,38 @@ def absorb_casts(block: Block, prefix: str) -> None:
 def serialize(program: static.Program) -> bytes:
     """Return a program in Paddle's format for inference models."""
     return program.desc.serialize_to_string()
+
+
+def remove_round_trips(block: Block) -> None:
+    """Remove each cast from half precision to float32 whose only reader casts back to the same type, and this reader.
+
+    Where float16 images are multiplied by a parameter, Paddle 2.6 casts them to float32, because AMP changes the type
+    of the parameter only later. AMP then adds the cast back, and the backward pass has the same two casts.
+    """
+    producers, readers = {}, {}
+    for op in block.ops:
+        producers.update(dict.fromkeys(op.output_arg_names, op))
+        for name in {*op.input_arg_names}:
+            readers.setdefault(name, []).append(op)
+    removed = []
+    for op in [op for op in block.ops if op.type == "cast"]:
+        source, middle = op.input("X")[0], op.output("Out")[0]
+        [back, *others] = readers.get(middle) or [None]
+        if others or back is None or back.type != "cast" or block.var(middle).dtype != paddle.float32:
+            continue
+        result = back.output("Out")[0]
+        if block.var(source).dtype not in HALF or block.var(result).dtype != block.var(source).dtype:
+            continue
+        if not op.attr("op_role") & BACKWARD:
+            for reader in readers[result]:
+                rename_input(reader, result, source)
+        elif readers[source] == [op]:
+            # The name of a gradient follows from that of its variable, so the result keeps its name.
+            producers[source]._rename_output(source, result)
+        else:
+            continue
+        removed += [op, back]
+    remove(block, removed)
 
 
 def sync(block: Block) -> None:

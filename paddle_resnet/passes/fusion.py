@@ -18,7 +18,7 @@ from paddle import static
 from paddle.base.framework import Operator
 
 from paddle_resnet.graph import block as block_of
-from paddle_resnet.graph import set_output
+from paddle_resnet.graph import remove_round_trips, set_output
 from paddle_resnet.graph.index import GRADIENT_SUMS, Graph
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
@@ -55,11 +55,12 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program: static.Program, uses_onednn: bool = False) -> int:
-    """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
-    are not replaced. All kernels except those of dropout, LearnableAffine and oneDNN require that the size of the last
-    axis, which is the number of channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a
-    gradient passes through it. The functions _is_plain_pool, _is_global_average_pool, _scales_channels,
-    _affine_addition, _concatenates_channels, has_depthwise_kernel and is_pointwise check the other conditions.
+    """Replace operators in a program with custom operators, and remove casts from half precision to float32 and back
+    (graph.remove_round_trips), in place. Operators that the custom kernels do not support are not replaced. All kernels
+    except those of dropout, LearnableAffine and oneDNN require that the size of the last axis, which is the number of
+    channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes through it. The
+    functions _is_plain_pool, _is_global_average_pool, _scales_channels, _affine_addition, _concatenates_channels,
+    has_depthwise_kernel and is_pointwise check the other conditions.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -68,6 +69,7 @@ def fuse(program: static.Program, uses_onednn: bool = False) -> int:
     Returns:
         the number of replaced operators.
     """
+    remove_round_trips(block_of(program))
     graph = Graph(program)
     for op in list(graph.block.ops):
         if op in graph.replaced:

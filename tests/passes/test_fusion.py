@@ -889,6 +889,36 @@ def test_all_affine_layers_are_replaced(parse, gpu_lists, layers, level, is_trai
     assert before["elementwise_mul_grad"] - after["elementwise_mul_grad"] == trained
 
 
+@pytest.mark.parametrize("is_train", [True, False])
+def test_casts_to_float32_and_back_are_removed(parse, gpu_lists, register, is_train):
+    """Paddle 2.6 casts float16 images to float32 before the first affine layer, because its parameters are float32, and
+    AMP casts them back; Paddle 3 does not. The program is not run, because it requires a GPU."""
+    register("Tiny", MOBILE["PPHGNetV2"])
+    args = parse(*NHWC, "--dali-output-fp16")
+    args.amp, args.amp_dtype, args.amp_level = True, "float16", "O2"
+    main, startup = static.Program(), static.Program()
+    program.build(frozen(args), main, startup, 10, is_train=is_train)
+    if not is_train:
+        static.Executor(paddle.CPUPlace()).run(startup)
+        precision.cast_evaluation_program(main, paddle.CPUPlace(), "float16", "O2", for_gpu=True)
+    block = main.global_block()
+
+    def casts_of_images():
+        sources = [block.var(op.input("X")[0]) for op in block.ops if op.type == "cast"]
+        return [v.name for v in sources if len(v.shape) == 4 and not v.persistable]
+
+    if paddle.__version__.startswith("2."):
+        assert len(casts_of_images()) == (4 if is_train else 2)  # half of the casts belong to the backward pass
+    fusion.fuse(main)
+    assert casts_of_images() == []
+    first = next(op for op in block.ops if op.type == "native_affine")
+    assert block.var(first.input("X")[0]).dtype == paddle.float16
+    written = {name for name, v in block.vars.items() if v.persistable or v.is_data}
+    for op in block.ops:
+        assert written.issuperset(op.input_arg_names), op
+        written.update(op.output_arg_names)
+
+
 def add_buffer(block, names, made_before):
     """Add the buffer of a fused all-reduce for the gradients of the parameters `names`, before the first operator of
     type `made_before`. Return (buffer, gradients)."""
