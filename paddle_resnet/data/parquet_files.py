@@ -24,6 +24,7 @@ from paddle_resnet.utils.errors import UsageError, command, installation
 from paddle_resnet.utils.files import open_regular
 
 SUFFIXES = (".parquet", ".arrow")
+_PARQUET = b"PAR1"  # first bytes of a Parquet file
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow stream
 _README, _README_LEVELS, _README_LIMIT = (
     "README.md",
@@ -140,8 +141,11 @@ def _file(path):
 
 @functools.lru_cache(maxsize=8)
 def _opened(path, size, time):
+    # The content decides, because the names in the cache of Hugging Face's hub are links to files without extension.
     with _errors(path):
-        return (_Parquet if path.endswith(".parquet") else _Arrow)(path)
+        with open(path, "rb") as f:
+            head = f.read(len(_PARQUET))
+        return (_Parquet if head == _PARQUET else _Arrow)(path)
 
 
 class _Parquet:

@@ -141,7 +141,8 @@ def read_image(path: str, key: bytes) -> bytes:
         )
     pixels = np.frombuffer(datum.data, np.uint8).reshape(shape)
     out = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels[::-1].transpose(1, 2, 0).squeeze())).save(out, "PNG")
+    pixels = pixels[0] if len(pixels) == 1 else pixels[::-1].transpose(1, 2, 0)
+    Image.fromarray(np.ascontiguousarray(pixels)).save(out, "PNG")
     return out.getvalue()
 
 

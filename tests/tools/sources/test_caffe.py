@@ -65,15 +65,18 @@ def test_pixels_are_stored_without_loss(tmp_path):
         np.testing.assert_array_equal(np.asarray(picture), pixels(2, 0))
 
 
-def test_gray_pixels(tmp_path):
-    def gray(k, i):
-        array = np.full((6, 5), 40 * k + i, np.uint8)
-        return {"channels": 1, "height": 6, "width": 5, "data": array.tobytes(), "label": k}
+@pytest.mark.parametrize("mode, height, width", [("L", 6, 5), ("L", 6, 1), ("L", 1, 5), ("RGB", 1, 5), ("RGB", 6, 1)])
+def test_images_may_be_gray_or_one_pixel_wide_or_high(tmp_path, mode, height, width):
+    channels = len(mode)
 
-    write(tmp_path, gray)
+    def plain(k, i):
+        array = np.full((channels, height, width), 40 * k + i, np.uint8)
+        return {"channels": channels, "height": height, "width": width, "data": array.tobytes(), "label": k}
+
+    write(tmp_path, plain)
     data, _ = read_image(sources.read(tmp_path, "lmdb")[1]["train"][0])
     with Image.open(io.BytesIO(data)) as picture:
-        assert (picture.mode, picture.size, np.unique(picture).tolist()) == ("L", (5, 6), [80])
+        assert (picture.mode, picture.size, np.unique(picture).tolist()) == (mode, (width, height), [80])
 
 
 BAD = {

@@ -61,10 +61,20 @@ def disk(root):
     put(root / "dataset_dict.json", '{"splits": ["train", "validation"]}')
 
 
-@pytest.mark.parametrize("build", [hub, disk])
+def cached(root):
+    """Write links as in the cache of Hugging Face's hub, to files whose names are hashes."""
+    hub(root)
+    blobs = root.with_name("blobs")
+    blobs.mkdir()
+    for number, path in enumerate(sorted(root.glob("*/*.parquet"))):
+        path.rename(blobs / f"{number:064x}")
+        path.symlink_to(blobs / f"{number:064x}")
+
+
+@pytest.mark.parametrize("build", [hub, disk, cached])
 def test_error_of_training_contains_remedy(tmp_path, capsys, build):
     build(tmp_path / "x")
-    kind = "Parquet files" if build is hub else "Arrow files"
+    kind = "Arrow files" if build is disk else "Parquet files"
     names, _ = obeyed_remedy(tmp_path / "x", kind, COUNTS, capsys)
     assert names == NAMES
     assert dataset.main(["split", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
