@@ -143,12 +143,14 @@ def test_outputs_without_a_class_log_a_warning(run_train, photos, capsys):
     assert f"warning: --num-of-class 5: exceeds the 3 classes in {photos}; reduce it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("scope", ["train_only", "train_eval"])
-def test_bn_statistics_are_averaged_at_each_end_of_an_epoch(run_train, monkeypatch, scope):
+@pytest.mark.parametrize(
+    "flags", ["--run-scope train_only --epochs 2", "--epochs 2", "--iter-unit batch --num-iter 2 --eval-interval 1"]
+)
+def test_bn_statistics_are_averaged_at_each_end_of_an_epoch_and_each_evaluation(run_train, monkeypatch, flags):
     """Several processes need this average also without evaluation, because checkpoints contain it."""
     averaged = []
     monkeypatch.setattr(all_reduces, "average_bn", lambda exe, program: averaged.append(program))
-    assert run_train("--run-scope", scope, "--epochs", "2")[0] == 0
+    assert run_train(*flags.split())[0] == 0
     assert len(averaged) == 2
 
 

@@ -189,6 +189,10 @@ def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare,
     path.write_bytes(pickle.dumps(state, 4))
     assert run(path, "--arch", "Small", "--output", tmp_path / "out", "--verify", some_classes) == 0
     assert f"{some_classes}: top1 0.3333, top5 0.6667, 9 images of 3 classes" in capsys.readouterr().out
+    (some_classes / "train.txt").write_text("val/n01440764/0.jpg 0\n")
+    assert run(path, "--arch", "Small", "--output", tmp_path / "again", "--verify", some_classes) == 0
+    assert "9 images of 3 classes" in capsys.readouterr().out
+    (some_classes / "train.txt").unlink()
     evaluation = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "out"]
     code, report = run_bare(*evaluation, image_root=some_classes)
     assert code == 0

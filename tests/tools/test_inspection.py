@@ -204,6 +204,11 @@ def test_statistics_of_info():
     ]
 
 
+def test_info_shows_names_of_classes_txt_instead_of_folders(colors):
+    (colors / "classes.txt").write_text("".join(f"color {i}\n" for i in range(10)))
+    assert inspection.info(colors)["train"]["classes"] == {f"color {i}": 1 for i in range(10)}
+
+
 def test_info_distinguishes_classes_with_same_name(colors):
     """Some ImageNet classes, for example, have the same name."""
     (colors / "classes.txt").write_text("crane\ncrane\nwren\n")

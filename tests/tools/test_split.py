@@ -76,6 +76,13 @@ def test_each_split_has_at_least_one_image(count, fraction, val):
     assert (len(train), len(evaluation)) == (count - val, val)
 
 
+def test_smallest_group_of_duplicates_goes_to_val_if_none_fits():
+    names = ["a", "b", "c", "d", "e"]
+    groups = {f"x/{name}": name in "de" for name in names}
+    assert split.divide("x", names, 0.2, 0, groups) == (["a", "b", "c"], ["d", "e"])
+    assert split.divide("x", names, 0.2, 0, dict.fromkeys(groups, 0)) == (names, [])
+
+
 def test_split_copies_only_without_hard_and_symbolic_links(source, tmp_path, monkeypatch):
     split.split(source, tmp_path / "hard", 0.2)
     name = next(iter(tree(tmp_path / "hard" / "train")))
