@@ -367,7 +367,8 @@ def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deter
 def test_step_with_teacher_is_captured(run_train, deterministic, tmp_path, capsys, flags):
     """With O2 in float16, the convolutions of the teacher are fused with BN and ReLU."""
     assert run_train(*flags, "--output-dir", tmp_path / "teachers")[0] == 0
-    flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--sizes", "32:0,48:1"]
+    # With the default lr, rounding errors change the loss of the third epoch by more than 10%.
+    flags = [*flags, "--kernels", "native", "--epochs", "3", "--lr", "0.01", "--mixup", "0.4", "--sizes", "32:0,48:1"]
     flags += ["--teacher", tmp_path / "teachers/Tiny/0"]
     assert_captured_losses_are_equal(run_train, capsys, *flags)
     flags[flags.index("native")] = "paddle"
