@@ -125,8 +125,8 @@ def _records(content, path):
         return _annotated(content, path)
     values = [*content.values()]
     if all(isinstance(key, str) and key.lower() in SPLIT_OF for key in content):
-        parts = {key: _records(value, path) for key, value in content.items()}
-        if all(parts.values()):
+        parts = {key: _records(value, path) for key, value in content.items() if value}  # a split may be empty
+        if parts and all(parts.values()):
             return [record | {SPLIT: key} for key, records in parts.items() for record in records]
     if all(map(_is_scalar, values)):
         return [{IMAGE: key, LABEL: value} for key, value in content.items()]

@@ -32,8 +32,11 @@ def test_columns_of_metadata(tmp_path):
     assert [parquet_files.read_image(path, row.group, row.row, "img") for row in rows] == [b"a", b"b", b"c"]
 
 
-def test_columns_without_metadata(tmp_path):
-    path = write(tmp_path / "a.parquet", {"id": ["x", "y"], "jpg": [b"a", b"b"], "Category": ["cat", "dog"]})
+@pytest.mark.parametrize("kind", ["binary", "large_binary"])
+def test_columns_without_metadata(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    images = pyarrow.array([b"a", b"b"], getattr(pyarrow, kind)())
+    path = write(tmp_path / "a.parquet", {"id": ["x", "y"], "jpg": images, "Category": ["cat", "dog"]})
     columns = parquet_files.columns(path)
     assert columns == parquet_files.Columns("jpg", "Category", None)
     assert [(row.label, row.name) for row in parquet_files.rows(path, columns)] == [("cat", ""), ("dog", "")]
@@ -76,8 +79,10 @@ def test_class_names_in_readme(tmp_path, readme, features):
     path = write(tmp_path / "data/full/a.parquet", columns, features)
     with pytest.raises(UsageError, match="no column is recognized|are all candidates"):
         parquet_files.columns(path)
-    for text in (config(), config("full") + config("tiny", "bird"), config("a") + config("b")):
-        (tmp_path / readme).write_text(README.format(text))
+    texts = [config(), config("full") + config("tiny", "bird"), config("a") + config("b")]
+    texts = [README.format(text) for text in (*texts, config() + "  - name: other\n    dtype: image\n")]
+    for text in (*texts, texts[0].replace("\n", "\r\n"), "\ufeff" + texts[0]):
+        (tmp_path / readme).write_text(text)
         assert parquet_files.columns(path) == parquet_files.Columns("img", "y", ("cat", "dog"))
     path = write(
         tmp_path / "data/full/a.parquet", columns, CLASSES | {"y": {"_type": "ClassLabel", "names": ["x", "z"]}}
@@ -104,11 +109,11 @@ def test_readme_without_class_names(tmp_path, capsys):
 
 
 def test_several_columns_of_labels(tmp_path):
-    features = {"fine": CLASSES["y"], "coarse": CLASSES["y"]}
+    features = {"fine": CLASSES["y"], "coarse": CLASSES["y"] | {"names": ["x", "z"]}}
     path = write(tmp_path / "a.parquet", {"img": IMAGES, "fine": [1, 0, 1], "coarse": [0, 1, 0]}, features)
     with pytest.raises(UsageError, match="a.parquet: the columns fine, coarse are all candidates for --label-column"):
         parquet_files.columns(path)
-    assert parquet_files.columns(path, label_column="coarse").label == "coarse"
+    assert parquet_files.columns(path, label_column="coarse") == parquet_files.Columns("img", "coarse", ("x", "z"))
     with pytest.raises(UsageError, match="--label-column x: .*a.parquet has the columns img, fine, coarse; choose one"):
         parquet_files.columns(path, label_column="x")
     message = "the column fine has the type int64, not the bytes of images; import the file with --image-column img$"

@@ -19,9 +19,18 @@ COCO = {  # one of the categories has no name, so the labels are numbers
         ({"a.jpg": 1, "b.jpg": "x"}, ["image", "label"], [["a.jpg", "1"], ["b.jpg", "x"]]),
         ({"x": ["a.jpg"], "y": []}, ["image", "label"], [["a.jpg", "x"]]),
         ({"a.jpg": {"y": 1}}, ["image", "y"], [["a.jpg", "1"]]),
-        ([{"a": 1}, {"b": None, "a": [2]}], ["a", "b"], [["1", ""], ["[2]", ""]]),
+        ([{"a": 1}, {"b": None, "a": ["x"]}], ["a", "b"], [["1", ""], ['["x"]', ""]]),
         ({"n": 2, "rows": [["a.jpg", 1]], "x": []}, ["image", "label"], [["a.jpg", "1"]]),
-        ({"train": [{"a": 1}], "valid": [{"a": 2}]}, ["a", "split"], [["1", "train"], ["2", "valid"]]),
+        ({"Train": [{"a": 1}], "valid": [{"a": 2}]}, ["a", "split"], [["1", "Train"], ["2", "valid"]]),
+        (
+            {"train": [{"a": 1}], "val": [{"a": 2}], "test": [], "dev": {}, "eval": None},
+            ["a", "split"],
+            [["1", "train"], ["2", "val"]],
+        ),
+        ({"val": [{"a": 1}], "test": []}, ["a", "split"], [["1", "val"]]),
+        ({"train": [{"a": 1}], "test": 3}, ["a"], [["1"]]),
+        ({"train": 0, "test": 0}, ["image", "label"], [["train", "0"], ["test", "0"]]),
+        ({"train": [], "test": []}, [], []),
         ({"train": {"a.jpg": 1}}, ["image", "label", "split"], [["a.jpg", "1", "train"]]),
         (COCO, ["file_name", "label"], [["a.jpg", "9"], ["b.jpg", "4"]]),
         ({"a": [{"x": 1}], "b": [{"x": 1}]}, [], []),
@@ -36,6 +45,8 @@ def test_records_in_json(tmp_path, content, header, rows):
     path.write_text(json.dumps(content))
     table = record_tables.read(str(path))
     assert (table.header, table.rows) == (header, rows)
+    path.write_text('{"other.jpg": 1}')
+    assert record_tables.read(str(path)).rows == [["other.jpg", "1"]]  # not the content of the replaced file
 
 
 @pytest.mark.parametrize(

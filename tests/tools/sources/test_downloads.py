@@ -231,6 +231,9 @@ def test_folder_below_is_named_by_the_list(tmp_path, capsys):
     assert dataset.main(["import", str(tmp_path / "x"), "--list"]) == 0
     assert f"class folders of both splits; use --image-root {tmp_path}/x/chest\n" in capsys.readouterr().out
     assert f"use {tmp_path}/x/chest" in error_of_training(tmp_path / "x")
+    put(tmp_path / "x/labels.csv", "path,label\nchest/train/cock/000c.jpg,1\n")
+    assert dataset.main(["import", str(tmp_path / "x"), "--list"]) == 0
+    assert "labels.csv: a table with labels (columns path, label)" in capsys.readouterr().out
     assert colors_match(DataRoot(tmp_path / "x/chest").images(Mode.TRAIN)[1])
 
 

@@ -96,15 +96,16 @@ def inner_tars(root, folder):
     put(root / f"{ilsvrc.DEVKIT}.tar.gz", devkit())
 
 
-def unpacked_devkit(root):
+def unpacked_devkit(root, folder="ILSVRC2012_devkit_t12/data"):
     flat(root)
-    put(root / "ILSVRC2012_devkit_t12/data/meta.mat", synsets())
-    put(root / "ILSVRC2012_devkit_t12/data" / ilsvrc.TRUTH, truth())
+    put(root / folder / "meta.mat", synsets())
+    put(root / folder / ilsvrc.TRUTH, truth())
 
 
 def official_with_extended_headers(root):
     official(root)
-    with tarfile.open(root / ilsvrc.VAL_TAR, "w", format=tarfile.PAX_FORMAT) as tar:
+    headers = {"comment": "of all members"}
+    with tarfile.open(root / ilsvrc.VAL_TAR, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as tar:
         folder = tarfile.TarInfo("val")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
@@ -140,6 +141,7 @@ LAYOUTS = {
     "inner archives": (lambda root: inner_tars(root, "."), "."),
     "flat val/ and devkit archive": (flat_with(f"{ilsvrc.DEVKIT}.tar.gz", devkit()), "."),
     "flat val/ and devkit folder": (unpacked_devkit, "."),
+    "flat val/ and content of the devkit": (lambda root: unpacked_devkit(root, "data"), "."),
     "archive of a different program": (official_with_extended_headers, "."),
     "folders with the names of the archives": (unpacked_archives, "."),
     "val/val/": (flat_with("LOC_val_solution.csv", solution(), "val/val"), "."),
@@ -300,6 +302,8 @@ def test_validation_alone_is_numbered_by_devkit(tmp_path):
     assert colors_match(splits["val"])
     sources.import_(tmp_path, tmp_path / "x", "folder", options=PART, workers=1)
     assert sorted(path.name for path in (tmp_path / "x/val").iterdir()) == WNIDS
+    sources.import_(tmp_path, tmp_path / "y", "webdataset", options=PART, workers=1)
+    assert colors_match(DataRoot(tmp_path / "y").images(Mode.EVAL)[1])
 
 
 def test_training_alone_is_divided_only_with_val(tmp_path):
@@ -364,6 +368,10 @@ BAD = {
     "image twice": (
         replace(ilsvrc.TRAIN_TAR, write_tar([("n01440764.tar", write_tar([("a.JPEG", image(0))] * 2))])),
         "contains train/n01440764/a.JPEG twice",
+    ),
+    "validation image twice": (
+        replace(ilsvrc.VAL_TAR, write_tar([*val_images("a/"), *val_images("b/")])),
+        f"contains val/n01484850/{val_name(1)} twice; remove one of them",
     ),
     "devkit cut": (
         truncate(f"{ilsvrc.DEVKIT}.tar.gz", lambda path: path.stat().st_size // 2),

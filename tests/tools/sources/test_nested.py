@@ -30,6 +30,7 @@ CLASSES = ["bus", "car", "ship", "train"]
 LAYOUTS = {
     "images/ in each split": (lambda split, k: f"{split}/images/c{k}", ["c0", "c1", "c2", "c3"]),
     "splits in a folder": (lambda split, k: f"data/{split}/c{k}", ["c0", "c1", "c2", "c3"]),
+    "splits in splits in splits": (lambda split, k: f"{split}/{split}/{split}/c{k}", ["c0", "c1", "c2", "c3"]),
     "two levels": (lambda split, k: f"{split}/{'ab'[k // 2]}/c{k % 2}", ["a_c0", "a_c1", "b_c0", "b_c1"]),
     "class with the name of a split": (lambda split, k: f"{split}/{CLASSES[k]}", CLASSES),
     "joined names in another order than the folders": (
@@ -44,7 +45,7 @@ def test_layouts_with_equal_depth(tmp_path, name):
     folder, names = LAYOUTS[name]
     write(tmp_path, folder, ("train", "validation"))
     put(tmp_path / "__MACOSX/x.jpg", b"x")
-    kind, splits, classes = sources.read(tmp_path, "nested")
+    kind, splits, classes = sources.read(tmp_path, None if name == "splits in a folder" else "nested")
     assert (kind, classes) == ("nested", names)
     assert {split: len(images) for split, images in splits.items()} == COUNTS
     assert colors_match(image for images in splits.values() for image in images)
@@ -93,6 +94,18 @@ def test_folders_without_splits_are_divided(tmp_path):
     assert classes == ["animal", "plant", "tool"]
     assert sum(map(len, splits.values())) == 28
     assert abs(len(splits["train"]) - 14) <= 2
+    classes = sources.read(tmp_path, options=Options(class_depth=0))[2]
+    assert classes == [folder.replace("/", "_") for folder in FOLDERS]
+
+
+def test_new_classes_do_not_change_the_validation_images_of_others(tmp_path):
+    options = Options(class_depth=1, val=0.4)
+    write(tmp_path / "x", lambda split, k: f"c{k}")
+    before = {image.name for image in sources.read(tmp_path / "x", options=options)[1]["val"]}
+    for i in range(3):
+        put(tmp_path / f"x/b/{i}.jpg", image(5, i))
+    after = {image.name for image in sources.read(tmp_path / "x", options=options)[1]["val"]}
+    assert len(after) == 13 and before == {name for name in after if not name.startswith("b/")}
 
 
 def test_class_may_have_the_name_of_a_folder_of_images(tmp_path):

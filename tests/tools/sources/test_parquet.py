@@ -3,6 +3,7 @@ columns."""
 
 import itertools
 import json
+import os
 import struct
 
 import pytest
@@ -104,9 +105,22 @@ def test_labels_without_class_names(tmp_path, label, expected):
     assert colors_match(image for images in splits.values() for image in images)
 
 
+def test_images_are_read_from_the_column_of_the_flag(tmp_path):
+    content = table(rows(5), column="crop", labels="kind")
+    write(tmp_path / "train.parquet", content.append_column("image", content["crop"].take([1] * 20)))
+    for options in (Options(), Options(image_column="crop")):
+        _, splits, names = sources.read(tmp_path, options=options)
+        assert names == NAMES
+        assert all(map(colors_match, splits.values()))
+    _, splits, _ = sources.read(tmp_path, options=Options(image_column="image"))
+    assert {color_of(read_image(image)[0]) for image in splits["train"]} == {0}
+
+
 @pytest.mark.parametrize("to", ["webdataset", "folder", "recordio"])
 def test_single_file(tmp_path, capsys, to):
     write(tmp_path / "all.parquet", table(rows(5)))
+    splits = sources.read(tmp_path / "all.parquet")[1]
+    assert {image.name.split("@")[0] for images in splits.values() for image in images} == {"all.parquet"}
     command = ["import", str(tmp_path / "all.parquet"), "--output", str(tmp_path / "x"), "--to", to, "--workers", "1"]
     for _ in range(2):  # repeating the command changes nothing
         assert dataset.main(command) == 0
@@ -124,6 +138,9 @@ def test_names_that_cannot_be_files(tmp_path, name):
     images = DataRoot(tmp_path / "x").images(Mode.TRAIN)[1]
     assert len(images) == 16
     assert colors_match(images)
+    names = [image.name for image in sources.read(tmp_path)[1]["train"]]
+    assert all(map(str.isprintable, names))
+    assert len({os.path.basename(name) for name in names}) == 16
 
 
 def test_blocks_are_read_once_and_their_order_is_random(tmp_path):
@@ -202,6 +219,11 @@ def unlabeled(root):
     write(root / "data/train-00001-of-00002.parquet", table(rows(3), label=lambda k: None if k == 3 else k))
 
 
+def partly_named(root):
+    hub(root, names=None)
+    write(root / "data/train-00001-of-00002.parquet", table(rows(3)))
+
+
 def paths_only(root):
     hub(root)
     write(root / "data/train-00001-of-00002.parquet", table([(k, None, name) for k, _, name in rows(3)]))
@@ -219,6 +241,7 @@ BAD = {
     "wrong offsets": (wrong_offsets, "data-00001-of-00002.arrow: damaged ("),
     "missing": (missing, "data: 1 of 2 files are missing (train-00001-of-00002.parquet); download them"),
     "other classes": (of_other_classes, "train-00001-of-00002.parquet: contains different class names than"),
+    "names only in one file": (partly_named, "train-00001-of-00002.parquet: contains different class names than"),
     "two data sets": (two_sets, "the folders large, small contain different data sets; import one folder, such as"),
     "label missing": (unlabeled, "train-00001-of-00002.parquet: row 2 of group 0: label None is not a class"),
     "label out of range": (
@@ -229,6 +252,10 @@ BAD = {
     "no images": (paths_only, "row 0 of group 0 contains no image in the column image; write the file again"),
     "no training images": (
         lambda root: write(root / "validation.parquet", table(rows(1))),
+        "contains no training images; import the folder that contains them",
+    ),
+    "no rows for training": (
+        lambda root: [write(root / f"{split}.parquet", table(rows(1))[:n]) for split, n in (("train", 0), ("val", 4))],
         "contains no training images; import the folder that contains them",
     ),
 }

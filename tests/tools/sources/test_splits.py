@@ -24,10 +24,13 @@ def files(root, names, **options):
         (["train.x", "val.x", "test.x"], {"train": ["train.x"], "val": ["val.x"]}),
         (["train.x", ".hidden/val.x"], {"train": ["train.x"]}),
         (["1/2/3/train.x", "1/2/3/4/val.x"], {"train": ["1/2/3/train.x"]}),
+        (["train/train/0.x", "train/val/0.x"], {"train": ["train/train/0.x"], "val": ["train/val/0.x"]}),
     ],
 )
 def test_splits_come_from_names_and_folders(tmp_path, names, expected):
     assert files(tmp_path, names) == expected
+    path = str(tmp_path / names[-1])
+    assert splits.files(path, PATTERN, Options()) == {"train": [path]}  # the name of a single file does not matter
 
 
 def test_numbers_may_begin_at_one(tmp_path):
@@ -89,6 +92,7 @@ def test_numbers_of_classes(labels, names, from_one, expected):
 @pytest.mark.parametrize(
     ("labels", "names", "message"),
     [
+        (["a", " "], None, "row 1: has no label; write the label"),
         (["a", "c"], ("a", "b"), "row 1: label c is not one of the 2 class names"),
         ([0, -1], None, "row 1: label -1 is not a class"),
         ([0, None], None, "row 1: label None is not a class"),

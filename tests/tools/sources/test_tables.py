@@ -8,6 +8,7 @@ import pytest
 
 from layouts import color_of, colors_match, error_of_import, error_of_training, image, obey, put
 from paddle_resnet import dataset
+from paddle_resnet.data import sniffer
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.data.root import DataRoot
@@ -366,8 +367,9 @@ def test_table_is_chosen_by_path_and_columns_by_flags(tmp_path, capsys):
 )
 def test_flags_that_a_kind_does_not_use_are_rejected(tmp_path, capsys, kind, flags):
     for flag in flags.split():
-        error = error_of_import(tmp_path, capsys, "--as", kind, flag, "2")
-        assert f"{flag} 2: not supported for {kind}, the kind of {tmp_path}; remove {flag}\n" in error
+        for value in ("2", "0") if flag == "--label-index" else ("2",):
+            error = error_of_import(tmp_path, capsys, "--as", kind, flag, value)
+            assert f"{flag} {value}: not supported for {kind}, the kind of {tmp_path}; remove {flag}\n" in error
 
 
 @pytest.mark.parametrize("flag", ["--image-column", "--label-column", "--split-column"])
@@ -422,6 +424,11 @@ def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
     assert sum(map(len, splits.values())) == 20
     assert colors_match(image for images in splits.values() for image in images)
     assert "line 22: gone.jpg is not in" in capsys.readouterr().err
+    lines = rows(lambda name, k, _: f"{name}.jpg,{NAMES[k]}", ("train",))
+    put(tmp_path / "train.csv", f"photo,label\ngone.jpg,cock\n{lines}")
+    assert not sniffer.look(tmp_path)  # --image-column is enough to choose the table
+    _, splits, _ = sources.read(tmp_path, options=Options(image_column="photo", allow_partial=True))
+    assert colors_match(splits["train"])
     put(tmp_path / "train.csv", "image_id,label\ngone.jpg,1\n")
     with pytest.raises(UsageError, match="none of the images is in .*; use the folder that contains the images"):
         sources.read(tmp_path / "train.csv", options=Options(allow_partial=True))
@@ -450,11 +457,11 @@ def test_fraction_for_validation_is_rejected_if_there_are_validation_images(tmp_
     assert f"--val 0.3: {tmp_path}/x contains validation images; remove --val\n" in error
 
 
-@pytest.mark.parametrize("label", ["a/b", "..", ".hidden", "@eaDir", "lost+found"])
+@pytest.mark.parametrize("label", ["a/b", "..", ".hidden", "@eaDir", "lost+found", "a\0b"])
 def test_class_names_that_cannot_be_folders_are_rejected(tmp_path, capsys, label):
     lists(labels=[label, *NAMES[1:]].__getitem__)(tmp_path / "x")
     error = error_of_import(tmp_path / "x", capsys, "--to", "folder")
-    assert f"the class name '{label}' is not a valid name of a class folder; use --to webdataset\n" in error
+    assert f"the class name {label!a} is not a valid name of a class folder; use --to webdataset\n" in error
     command = ["import", str(tmp_path / "x"), "--output", str(tmp_path / "y"), "--to", "webdataset"]
     assert dataset.main(command) == 0  # obey the message
     assert DataRoot(tmp_path / "y").images(Mode.EVAL)[0].classes == sorted([label, *NAMES[1:]])
@@ -646,6 +653,24 @@ def test_list_of_partitions_does_not_replace_other_splits(tmp_path):
     split_column(tmp_path)
     put(tmp_path / "list_eval_partition.txt", "x.jpg 0\n")
     assert {split: len(images) for split, images in sources.read(tmp_path)[1].items()} == BOTH
+
+
+@pytest.mark.parametrize("name", ["LABELS.CSV", "Train.Json"])
+def test_upper_case_in_the_ending_of_a_table(tmp_path, capsys, name):
+    flat(tmp_path, splits=("train",))
+    labels = {f"{stem(*item)}.jpg": NAMES[item[0]] for item in ITEMS if item[1] == "train"}
+    text = "id,label\n" + "".join(f"{file},{label}\n" for file, label in labels.items())
+    put(tmp_path / name, text if name.endswith("CSV") else json.dumps(labels))
+    assert dataset.main(["import", str(tmp_path / name), "--list"]) == 0
+    assert f"{tmp_path / name}: imported as table\n" in capsys.readouterr().out
+    _, splits, classes = sources.read(tmp_path / name)
+    assert classes == NAMES
+    assert all(map(colors_match, splits.values()))
+
+
+def test_folder_without_data_is_not_recognized(tmp_path, capsys):
+    put(tmp_path / "x/README.md", "x")
+    assert "x: not recognized as a data set; choose the kind with --as" in error_of_import(tmp_path / "x", capsys)
 
 
 def test_table_of_the_other_split_has_a_name_in_camel_case(tmp_path):

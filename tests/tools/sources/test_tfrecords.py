@@ -144,6 +144,16 @@ def test_unlabeled_test_files_are_left_out(tmp_path, capsys):
     _, splits, _ = sources.read(tmp_path)
     assert {split: len(images) for split, images in splits.items()} == {"train": 16, "val": 4}
     assert "test.tfrec: test images are left out, because they have no label" in capsys.readouterr().out
+    for name, count in (("train", 5), ("test", 1)):
+        write(
+            tmp_path / f"x/{name}.tfrec",
+            lambda k, i: {"image": (image(k, i), "byte"), "kind": (k, "int")},
+            count,
+            100 * (name == "test"),
+        )
+    _, splits, _ = sources.read(tmp_path / "x", options=Options(label_column="kind"))
+    assert {split: len(images) for split, images in splits.items()} == {"train": 20, "val": 4}
+    assert colors_match(splits["val"])
 
 
 def test_features_and_labels_are_chosen_by_flags(tmp_path):
@@ -165,8 +175,10 @@ def test_features_and_labels_are_chosen_by_flags(tmp_path):
         UsageError, match="byte 0: class: has 2 labels; .* so set --label-index to a number from 0 to 1"
     ):
         sources.read(tmp_path, options=Options(**options))
+    put(tmp_path / "notes.csv", "file_name,label\nx,0\n")  # a table, for which --label-index is not supported
     _, splits, _ = sources.read(tmp_path, options=Options(**options, label_index=1))
     assert colors_match(splits["val"])
+    (tmp_path / "notes.csv").unlink()
     with pytest.raises(UsageError, match="--label-index 2: .*class has only 2 labels; use a smaller index"):
         sources.read(tmp_path, options=Options(**options, label_index=2))
     with pytest.raises(UsageError, match="--label-index 1: .*target has only 1 label; use a smaller index"):
