@@ -459,6 +459,14 @@ def test_absolute_path_of_an_existing_image_causes_no_warning(tmp_path, capsys):
     assert "is not on this computer" not in capsys.readouterr().err
 
 
+def test_columns_are_recognized_by_paths_from_the_folder_of_the_table(tmp_path):
+    flat(tmp_path, splits=("train",))
+    lines = rows(lambda file, k, _: f"{NAMES[k]},../images/{file}.jpg", ("train",))
+    put(tmp_path / "labels/data.csv", f"kinds,photos\n{lines}")
+    _, splits, classes = sources.read(tmp_path, "table")
+    assert classes == NAMES and all(map(colors_match, splits.values()))
+
+
 @pytest.mark.parametrize("pattern", ["{}.txt", "meta/{}.txt"])
 def test_other_lists_next_to_those_of_splits_are_ignored(tmp_path, pattern):
     lists(pattern=pattern)(tmp_path)

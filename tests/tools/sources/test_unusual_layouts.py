@@ -61,6 +61,11 @@ LAYOUTS = {
         "annotations/all.csv",
         (16, 4),
     ),
+    "paths from a folder of tables": (
+        table("labels/{}.csv", lambda name, k: f"../images/{name}.jpg,{NAMES[k]}", "train", "val"),
+        "labels/train.csv, labels/val.csv",
+        (20, 20),
+    ),
     "one column per class": (
         table(
             "{}.csv",
