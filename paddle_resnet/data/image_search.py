@@ -40,6 +40,8 @@ class ImageSearch:
             split: "train", "val", "test" or None.
         """
         path = os.path.relpath(image, os.path.abspath(self._root)) if os.path.isabs(image) else image
+        if re.match(r"\.\.[\\/]", image):  # from the folder of the table to a folder next to it
+            path, folder = os.path.normpath(os.path.join(folder, image.replace("\\", "/"))), ""
         if path.startswith("..") or "/../" in path or ELSEWHERE.match(path):
             return self._moved(image, folder, split) if ELSEWHERE.match(image) else []
         for place in dict.fromkeys((folder, "")):

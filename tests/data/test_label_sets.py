@@ -122,9 +122,15 @@ def test_digest_depends_on_images_labels_and_classes(tmp_path):
         path.write_text("\n".join(lines))
         digests.append(DataRoot(path.parent, is_multi_label=True).open(Mode.TRAIN, None, seed=1).digest)
     assert digests[0] == digests[-1] and len(set(digests)) == 4
+    root = multi_label_data.write(tmp_path / "vector", "vector")
+    digests = []
+    for names in (CLASSES, CLASSES[::-1], CLASSES):
+        (root / "classes.txt").write_text("\n".join(names))
+        digests.append(DataRoot(root, is_multi_label=True).open(Mode.TRAIN, None, seed=1).digest)
+    assert digests[0] == digests[-1] != digests[1]
 
 
-def test_listed_class_folders_may_be_empty(tmp_path):
+def test_listed_class_folders_may_be_empty_or_only_in_the_split(tmp_path):
     """Calibration lists the training images of a network that was trained with --allow-empty-classes."""
     path = multi_label_data.write(tmp_path / "folders", "folders")
     root = DataRoot(path, is_multi_label=True)
@@ -137,6 +143,9 @@ def test_listed_class_folders_may_be_empty(tmp_path):
         DataRoot(path, is_multi_label=True).open(Mode.TRAIN, None, seed=1)
     opened = DataRoot(path, is_multi_label=True).open(Mode.TRAIN, None, seed=1, allow_empty=True)
     assert opened.classes == ["blue", "bluegreen", "red", "white"] and opened.class_images[3] == 0
+    (path / "val/yellow").mkdir()
+    Image.new("RGB", (8, 8)).save(path / "val/yellow/0.png")
+    assert [image.name for image in DataRoot(path, is_multi_label=True).listed(Mode.EVAL)][-1] == "val/yellow/0.png"
 
 
 @pytest.mark.parametrize("kind", ["csv", "vector"])
@@ -153,12 +162,45 @@ def test_classes_of_numbers_without_names_are_numbers(roots, tmp_path):
         assert DataRoot(root, is_multi_label=True).data_classes(Mode.EVAL) == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize(("row", "names", "classes"), [([0, 1], CLASSES, CLASSES), ([1], None, ["0", "1"])])
+def test_labels_0_and_1_are_numbers_unless_there_is_one_per_class(tmp_path, row, names, classes):
+    rows = [row, [0]] if names is None else [row, row]
+    multi_label_data.write_records(tmp_path, "train", rows, [b"image"] * 2)
+    if names:
+        (tmp_path / "classes.txt").write_text("\n".join(names))
+    found = label_sets.read_labels(DataRoot(tmp_path, is_multi_label=True), Mode.TRAIN)
+    assert (found.numbers, found.classes, found.is_vector) == (rows, classes, False)
+
+
+def test_validation_split_without_training_split_defines_the_classes(roots, tmp_path):
+    for kind in ("csv", "list"):
+        root = shutil.copytree(roots[kind], tmp_path / kind, ignore=shutil.ignore_patterns("train*"))
+        assert label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL).classes == CLASSES
+
+
+def test_data_format_chooses_class_folders_next_to_a_table(roots, tmp_path):
+    root = shutil.copytree(roots["folders"], tmp_path / "root", symlinks=True)
+    for split in COUNTS:
+        (root / f"{split}.csv").write_text("image,labels\nblue/01.png,x\n")
+    chosen = DataRoot(root, "folder", is_multi_label=True)
+    expected = DataRoot(roots["folders"], is_multi_label=True)
+    assert chosen.data_classes(Mode.EVAL) == CLASSES
+    assert label_sets.read_labels(chosen, Mode.EVAL) == label_sets.read_labels(expected, Mode.EVAL)
+    assert label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL).classes == ["x"]
+
+
 def test_classes_txt_orders_classes_of_table(roots, tmp_path):
     root = shutil.copytree(roots["jsonl"], tmp_path / "root")
     (root / "classes.txt").write_text("red\nblue\nbluegreen\nunused\n")
     found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL)
     assert found.classes == ["red", "blue", "bluegreen", "unused"]
     assert found.numbers[5] == [0, 1]  # image 5 is blue and red
+
+
+def test_classes_txt_orders_class_folders_whose_names_it_spells_differently(roots, tmp_path):
+    root = shutil.copytree(roots["folders"], tmp_path / "root", symlinks=True)
+    (root / "classes.txt").write_text("Red\nBlue\nBlue Green\n")
+    assert DataRoot(root, is_multi_label=True).data_classes(Mode.EVAL) == ["red", "blue", "bluegreen"]
 
 
 def test_classes_of_checkpoint_order_classes(roots):
@@ -174,6 +216,22 @@ def test_classes_of_checkpoint_order_classes(roots):
         assert DataRoot(roots[kind], is_multi_label=True).open(Mode.EVAL, 4, 0, trained=trained).classes == trained
 
 
+@pytest.mark.parametrize("kind", ["csv", "list", "folders"])
+def test_data_set_names_the_outputs_of_a_checkpoint_without_names(roots, kind):
+    root = DataRoot(roots[kind], is_multi_label=True)
+    found = label_sets.read_labels(root, Mode.EVAL, 3, ["0", "1", "2"])
+    assert found.classes == CLASSES and found.numbers == label_sets.read_labels(root, Mode.EVAL).numbers
+
+
+def test_class_folder_that_is_not_an_output_of_the_checkpoint_is_an_error(tmp_path):
+    """The names of the outputs, 0 to 2, are those of class folders."""
+    for folder in ("train/0", "train/1", "val/0", "val/7"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "0.jpg").touch()
+    with pytest.raises(UsageError, match="val/7 is not one of the 3 classes of the checkpoint"):
+        label_sets.read_labels(DataRoot(tmp_path, is_multi_label=True), Mode.EVAL, 3, ["0", "1", "2"])
+
+
 @pytest.mark.parametrize("kind", ["vector", "numbers"])
 def test_records_are_numbered_as_in_the_checkpoint(roots, kind):
     root = DataRoot(roots[kind], is_multi_label=True)
@@ -185,6 +243,8 @@ def test_records_are_numbered_as_in_the_checkpoint(roots, kind):
         label_sets.read_labels(root, Mode.EVAL, 3, CLASSES[::-1])
     with pytest.raises(UsageError, match="--num-of-class 2: fewer than the 3 classes in .*classes.txt"):
         label_sets.read_labels(root, Mode.EVAL, 2, CLASSES[:2])
+    with pytest.raises(UsageError, match="--num-of-class 2: fewer than the 3 classes in .*; use --num-of-class 3"):
+        label_sets.read_labels(root, Mode.EVAL, 2)
 
 
 def test_records_without_names_have_at_most_the_classes_of_the_checkpoint(roots, tmp_path):
@@ -202,7 +262,7 @@ def test_copies_are_one_image_and_equal_names_are_not(roots, tmp_path, capsys):
     found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN)
     of_image = dict(zip(found.names, found.numbers, strict=True))
     assert of_image["train/blue/05.png"] == [0] and of_image["train/red/05.png"] == [2]
-    assert len(found.names) == count + 1
+    assert len(found.names) == count + 1 and found.names == sorted(found.names)
     assert "1 file name in several class folders of train/ with different content" in capsys.readouterr().out
 
 
@@ -256,6 +316,16 @@ def test_split_may_have_other_name(roots, tmp_path, kind):
 def test_separators_of_class_names(tmp_path, separated, expected):
     (tmp_path / "train.csv").write_text(f"image,tags\n1.jpg,{separated}\n")
     assert label_sets.read_table(str(tmp_path / "train.csv")).labels == [expected]
+
+
+def test_spaces_around_cells_are_ignored(tmp_path):
+    (tmp_path / "train.csv").write_text("image, a, b\n 1.jpg, 0, 1 \n")
+    assert label_sets.read_table(str(tmp_path / "train.csv")) == (["1.jpg"], [["b"]], ["a", "b"])
+
+
+def test_json_lines_may_begin_with_a_byte_order_mark_and_contain_file_names(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"file_name": "1.jpg", "labels": ["a"]}', encoding="utf-8-sig")
+    assert label_sets.read_table(str(tmp_path / "train.jsonl")) == (["1.jpg"], [["a"]], None)
 
 
 INVALID_TABLES = {

@@ -160,6 +160,7 @@ def test_official_splits_of_celeba(tmp_path, capsys, name):
     for bad, problem in (
         (text.replace(f"{files[3]} 0\n", "").replace(f"{files[3]},0\n", ""), f"{files[3]} is not in {path}; add it"),
         (f"{text}x.jpg 7\n", "is not an image and 0, 1 or 2; download the file again"),
+        ("x.jpg 7\n" * 3, f"{path}: line 3 is not an image and 0, 1 or 2; download the file again"),
     ):
         put(path, bad)
         assert problem in error_of_import(source, capsys, "--label-column", "Male")

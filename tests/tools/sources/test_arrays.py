@@ -102,15 +102,18 @@ def idx(array):
     return b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 
-def mnist(compress, separator="-", both=False, folder="", prefix="", transpose=False):
+def mnist(compress, separator="-", both=False, folder="", prefix="", transpose=False, held_out="t10k"):
+    """If `both` is set, the compressed files are incomplete."""
+
     def build(root):
-        for split, name in (("train", "train"), ("test", "t10k")):
+        for split, name in (("train", "train"), ("test", held_out)):
             images, labels = pixels(split, 28, gray=True)
             images = images.transpose(0, 2, 1) if transpose else images
             for content, kind in ((idx(images), "images-idx3"), (idx(labels), "labels-idx1")):
                 path = root / f"{folder}{prefix}{name}-{kind.replace('-', separator)}-ubyte"
                 if compress or both:
-                    put(path.with_name(f"{path.name}.gz"), gzip.compress(content))
+                    data = gzip.compress(content)
+                    put(path.with_name(f"{path.name}.gz"), half(data) if both else data)
                 if not compress or both:
                     put(path, content)
 
@@ -131,7 +134,7 @@ def stl10(root):
         put(root / f"stl10_binary/{split}_y.bin", (labels + 1).tobytes())
     put(root / "stl10_binary/unlabeled_X.bin", b"x")
     put(root / ".cache/train_X.bin", b"x")
-    put(root / "stl10_binary/class_names.txt", "\n".join(NAMES))
+    put(root / "stl10_binary/class_names.txt", "\n".join([*NAMES, "unused"]))  # the largest label has no images
 
 
 def svhn(root):
@@ -165,8 +168,14 @@ LAYOUTS = {
     "MNIST, torchvision": (mnist(True, both=True, folder="MNIST/raw/"), None, None, 28, True),
     "MNIST, Kaggle": (mnist(False, "."), "arrays of MNIST", None, 28, True),
     "MNIST, labels packed": (mnist_with_packed_labels, "arrays of MNIST", None, 28, True),
-    "EMNIST": (mnist(True, prefix="emnist-letters-", transpose=True), "arrays of MNIST", None, 28, True),
-    "STL-10": (stl10, "arrays of STL-10", NAMES, 96, False),
+    "EMNIST": (
+        mnist(True, prefix="emnist-letters-", transpose=True, held_out="test"),
+        "arrays of MNIST",
+        None,
+        28,
+        True,
+    ),
+    "STL-10": (stl10, "arrays of STL-10", [*NAMES, "unused"], 96, False),
     "SVHN": (svhn, "arrays of SVHN", None, 32, False),
     "MedMNIST": (medmnist(), "pathmnist.npz: arrays", None, 28, False),
     "MedMNIST, gray": (medmnist(gray=True), "pathmnist.npz: arrays", None, 28, True),
@@ -334,6 +343,10 @@ BAD = {
     "idx cut": (
         changed(mnist(False), "train-images-idx3-ubyte", half),
         "train-images-idx3-ubyte: damaged (ValueError: does not contain 15680 bytes after the header); download",
+    ),
+    "idx with more bytes": (
+        changed(mnist(False), "t10k-images-idx3-ubyte", lambda data: data + b"\0"),
+        "t10k-images-idx3-ubyte: damaged (ValueError: does not contain 6272 bytes after the header); download",
     ),
     "gzip cut": (
         changed(mnist(True), "t10k-images-idx3-ubyte.gz", half),

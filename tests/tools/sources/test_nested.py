@@ -138,6 +138,9 @@ def test_images_of_no_class_are_reported(tmp_path, capsys, name):
     warning = f"x: {name} is used as a class, but contains images of none of the classes in Caltech-101 and Caltech-256"
     write(tmp_path / "x", lambda split, k: f"data/{names[k]}", ("train",))
     shutil.copytree(tmp_path / "x/data", tmp_path / "trained/x/train")
+    write(tmp_path / "deep/x", lambda split, k: f"{'ab'[k % 2]}/{names[k]}", ("train",))
+    sources.read(tmp_path / "deep/x", options=Options(class_depth=2))
+    assert f"{tmp_path}/deep/{warning}" in capsys.readouterr().err
     commands = (
         ["import", str(tmp_path / "x"), "--output", str(tmp_path / "imported")],
         ["split", str(tmp_path / "x/data"), "--output", str(tmp_path / "split")],

@@ -39,9 +39,12 @@ def columns(pixels):
 
 
 def fer2013(root, pixels=" pixels", file="fer2013.csv"):
+    """Spaces around the names of columns and splits are ignored."""
     usage = {"train": "Training", "val": "PublicTest", "test": "PrivateTest"}
     rows = [
-        f"{k},{' '.join(map(str, image.ravel()))},{usage[split]}" for split in usage for k, image in pictures(split, 48)
+        f"{k},{' '.join(map(str, image.ravel()))},{usage[split]} "
+        for split in usage
+        for k, image in pictures(split, 48)
     ]
     write(root / file, [f"emotion,{pixels},Usage"], rows)
 
@@ -77,9 +80,9 @@ def label_at_the_end(root):
 
 
 def texts(root):
-    """Empty lines are ignored."""
+    """Empty lines and spaces around labels are ignored."""
     header = "class," + ",".join(map(str, range(64)))
-    write(root / "a/letters.csv", [header, ""], (f"{'abcd'[k]},{columns(image)}\n" for k, image in pictures("train")))
+    write(root / "a/letters.csv", [header, ""], (f"{'abcd'[k]} ,{columns(image)}\n" for k, image in pictures("train")))
 
 
 # {name: (function that writes the tables, side of the images, splits in the order of Mode or None for a random split,
@@ -89,7 +92,7 @@ LAYOUTS = {
     "digit-recognizer": (digits, 8, None, None),
     "sign-language-MNIST": (lambda root: signs(root, "x"), 8, ("train", "val"), None),
     "no names of columns": (no_header(), 8, ("train", "val"), None),
-    "EMNIST": (no_header("emnist-letters", True), 8, ("train", "val"), None),
+    "EMNIST": (no_header("Emnist-letters", True), 8, ("train", "val"), None),
     "label at the end, and another column": (label_at_the_end, 8, None, None),
     "labels as text": (texts, 8, None, ["a", "b", "c", "d"]),
 }
@@ -155,8 +158,9 @@ def test_columns_are_chosen_by_flags(tmp_path, capsys):
     }
     with pytest.raises(UsageError, match="--label-column x: .* has the columns age, gender; choose one of them"):
         sources.read(path, options=Options(label_column="x"))
-    splits = sources.read(path, options=Options(label_column="age", split_column="gender"))[1]
-    assert {split: len(images) for split, images in splits.items()} == {"train": 20, "val": 8}
+    for label_column in ("age", None):  # the only other column
+        splits = sources.read(path, options=Options(label_column=label_column, split_column="gender"))[1]
+        assert {split: len(images) for split, images in splits.items()} == {"train": 20, "val": 8}
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -220,7 +224,8 @@ def test_ids_are_labels_only_by_flag(tmp_path):
     texts(tmp_path)
     path = tmp_path / "a/letters.csv"
     put(path, path.read_text().replace("class,", "name,"))
-    assert sources.read(path, options=Options(label_column="name"))[2] == ["a", "b", "c", "d"]
+    for source in (path, path.parent):
+        assert sources.read(source, "pixels", Options(label_column="name"))[2] == ["a", "b", "c", "d"]
 
 
 # {name: (function that changes the text of the table, message)}

@@ -117,3 +117,25 @@ def test_tables_that_contradict_each_other_are_an_error_with_remedy(tmp_path, ca
     assert "contains several tables (a.csv, b.csv); import one of them, such as `" in error
     obey(error)
     assert colors_match(DataRoot(tmp_path / "x_imported").images(Mode.TRAIN)[1])
+
+
+def test_tables_of_other_images_are_left_out_only_next_to_one_training_table(tmp_path, capsys):
+    aircraft(tmp_path / "x")
+    for path in (tmp_path / "x/data").glob("images_manufacturer_*"):
+        path.unlink()
+    put(tmp_path / "x/data/icons/icon.jpg", image(0, 90))
+    put(tmp_path / "x/data/other.txt", "icon 0\n")
+    error = error_of_import(tmp_path / "x/data", capsys)
+    assert "contains several tables (" in error and "left out" not in error
+
+
+def test_tables_of_the_same_images_may_write_their_paths_differently(tmp_path, capsys):
+    put_images(tmp_path, "train", lambda k, name: f"images/{name}.jpg")
+    lines = {
+        "species": (f"{name}.jpg,{NAMES[k]}\n" for k, name in items("train")),
+        "family": (f"images\\{name}.jpg,{k // 2}\n" for k, name in items("train")),
+    }
+    for kind, some in lines.items():
+        put(tmp_path / f"{kind}.csv", "file_name,label\n" + "".join(some))
+    assert sources.read(tmp_path)[2] == NAMES
+    assert "species.csv has the most classes and is used" in capsys.readouterr().err

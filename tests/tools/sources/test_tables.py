@@ -174,7 +174,11 @@ LAYOUTS = {
     "list with commas": (lists(", ", base="24, 28/"), BOTH, None),
     "list with semicolons": (lists(";"), BOTH, None),
     "list with tabs and names": (lists("\t", labels=NAMES.__getitem__), BOTH, NAMES),
-    "list with spaces and names": (lists(labels=lambda k: f"{NAMES[k]} x"), BOTH, [f"{name} x" for name in NAMES]),
+    "list with spaces and names": (
+        lists(labels=lambda k: f"{NAMES[k]} x", base="my jpg/"),
+        BOTH,
+        [f"{name} x" for name in NAMES],
+    ),
     "list with backslashes": (lists(base="jpg\\"), BOTH, None),
     "list from 1 with names": (lists(labels=lambda k: k + 1, names=("labels.txt", "\n".join(NAMES))), BOTH, NAMES),
     "list from 1 with unsorted names from 1": (
@@ -182,7 +186,11 @@ LAYOUTS = {
         BOTH,
         NAMES,
     ),
-    "train.txt with names": (lists(labels=NAMES.__getitem__, pattern="{}.txt"), BOTH, NAMES),
+    "train.txt with names": (
+        lists(labels=NAMES.__getitem__, pattern="{}.txt", names=("label_list.txt", "\n".join(NAMES))),
+        BOTH,
+        NAMES,
+    ),
     "MMPretrain meta/": (
         lists(base="", pattern="meta/{}.txt", names=("meta/classes.txt", "\n".join(NAMES))),
         BOTH,
@@ -229,6 +237,8 @@ def test_training_reads_lists_with_class_names(tmp_path, name):
         assert colors_match(images)
     if name == "PaddleClas":  # the name of one list is enough
         (tmp_path / "train_list.txt").rename(tmp_path / "train.txt")
+        # A different file may contain the same names, in a different order and before their numbers.
+        put(tmp_path / "labels.txt", "".join(f"{NAMES[k]} {k}\n" for k in (2, 0, 3, 1)))
         assert DataRoot(tmp_path).images(Mode.TRAIN)[0].classes == names
 
 
@@ -381,6 +391,8 @@ def test_columns_are_rejected_without_a_table_that_contains_them(tmp_path, capsy
         error = error_of_import(tmp_path / "x/train_list.txt", capsys, flag, "SPECIES")
         assert error.endswith(f"train_list.txt is a list without names of columns; remove {flag}\n")
     assert sources.read(tmp_path / "x")[2] == LAYOUTS[name][2]  # obey the message
+    if name == "Roboflow" and flag == "--image-column":
+        assert sources.read(tmp_path / "x", options=Options(image_column="filename"))[2] == NAMES
 
 
 def test_column_of_a_table_next_to_an_official_split(tmp_path):
@@ -405,11 +417,68 @@ def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
     for options in (columns, Options(image_column="photo", label_column="kind", split_column="fold")):
         with pytest.raises(UsageError, match="has 2 classes with validation images, but without training images"):
             sources.read(tmp_path, options=options)
-    # A column whose values are not names of splits is not one.
+    # A column whose values are not names of splits is not one, unless the flag names it.
     put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines.replace('valid', '1').replace('train', '2')}")
+    with pytest.raises(UsageError, match="line 2: '.' in column fold is not a split; write train, val or test"):
+        sources.read(tmp_path, options=Options(image_column="photo", label_column="kind", split_column="fold"))
     _, splits, classes = sources.read(tmp_path, options=columns)
     assert classes == NAMES
     assert colors_match(image for images in splits.values() for image in images)
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "options", "names"),
+    [
+        # The first row of this table looks like that of a table with a column per class.
+        ("image,tall,red,group", lambda file, k: f"{file},0,0,{k // 2}", Options(label_column="group"), None),
+        # The name of a column of labels
+        ("target,breed", lambda file, k: f"{file},{NAMES[k]}", Options(image_column="target"), NAMES),
+        ("id,Label,label", lambda file, k: f"{file},x{k},{NAMES[k]}", Options(label_column="label"), NAMES),
+        # Labels that are names of splits
+        (
+            "id,label",
+            lambda file, k: f"{file},{('dev', 'eval', 'test', 'train')[k]}",
+            Options(),
+            ["dev", "eval", "test", "train"],
+        ),
+    ],
+)
+def test_columns_that_look_like_others(tmp_path, header, row, options, names):
+    flat(tmp_path, splits=("train",))
+    put(tmp_path / "data.csv", f"{header}\n" + rows(lambda file, k, _: row(file, k), ("train",)))
+    _, splits, classes = sources.read(tmp_path, options=options)
+    assert {split: len(images) for split, images in splits.items()} == TRAIN
+    assert classes == names
+    divisor = 2 if "tall" in header else 1
+    assert all(color_of(read_image(image)[0]) // divisor == image.label for image in splits["train"])
+
+
+def test_absolute_path_of_an_existing_image_causes_no_warning(tmp_path, capsys):
+    flat(tmp_path, splits=("train",))
+    lines = rows(lambda file, k, _: f"{tmp_path}/images/{file}.jpg,{NAMES[k]}", ("train",))
+    put(tmp_path / "data.csv", f"path,label\n{lines}")
+    assert all(map(colors_match, sources.read(tmp_path)[1].values()))
+    assert "is not on this computer" not in capsys.readouterr().err
+
+
+def test_columns_are_recognized_by_paths_from_the_folder_of_the_table(tmp_path):
+    flat(tmp_path, splits=("train",))
+    lines = rows(lambda file, k, _: f"{NAMES[k]},../images/{file}.jpg", ("train",))
+    put(tmp_path / "labels/data.csv", f"kinds,photos\n{lines}")
+    _, splits, classes = sources.read(tmp_path, "table")
+    assert classes == NAMES and all(map(colors_match, splits.values()))
+
+
+@pytest.mark.parametrize("pattern", ["{}.txt", "meta/{}.txt"])
+def test_other_lists_next_to_those_of_splits_are_ignored(tmp_path, pattern):
+    lists(pattern=pattern)(tmp_path)
+    put(tmp_path / pattern.format("all"), rows(lambda file, k, _: f"jpg/{file}.jpg {(k + int(file[1])) % 4}"))
+    if pattern == "{}.txt":
+        for split in PARTS:
+            (tmp_path / f"{split}.txt").rename(tmp_path / f"{split.title()}.txt")
+    _, splits, _ = sources.read(tmp_path)
+    assert {split: len(images) for split, images in splits.items()} == BOTH
+    assert all(map(colors_match, splits.values()))
 
 
 def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
@@ -429,6 +498,10 @@ def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
     assert not sniffer.look(tmp_path)  # --image-column is enough to choose the table
     _, splits, _ = sources.read(tmp_path, options=Options(image_column="photo", allow_partial=True))
     assert colors_match(splits["train"])
+    lists(",")(tmp_path / "list")
+    (tmp_path / "list/jpg/t0b.jpg").unlink()  # the image of the first line
+    _, splits, _ = sources.read(tmp_path / "list", options=Options(allow_partial=True))
+    assert {split: len(images) for split, images in splits.items()} == BOTH | {"train": 19}
     put(tmp_path / "train.csv", "image_id,label\ngone.jpg,1\n")
     with pytest.raises(UsageError, match="none of the images is in .*; use the folder that contains the images"):
         sources.read(tmp_path / "train.csv", options=Options(allow_partial=True))
@@ -601,6 +674,10 @@ BAD = {
         extended(roboflow, "train/_classes.csv", "x.jpg,1,1,0,0\n"),
         "line 22 does not contain",
     ),
+    "list of paths with an image outside folders": (
+        table("images/t0a.jpg\nt0b.jpg\n", "train_list.txt"),
+        "line 1 is not an image and a label but `images/t0a.jpg`; correct it",
+    ),
     "list without label": (extended(lists(), "train_list.txt", "jpg/x.jpg\n"), "line 21 is not an image and a label"),
     "CUB without label": (
         extended(cub, "images.txt", "99 x.jpg\n"),
@@ -647,6 +724,14 @@ def test_columns_that_do_not_contain_splits(tmp_path, column, values):
     _, splits, _ = sources.read(tmp_path)
     assert {split: len(images) for split, images in splits.items()} == TRAIN
     assert all(map(colors_match, splits.values()))
+
+
+@pytest.mark.parametrize(("column", "is_test"), [("is_test", True), ("is_valid", False)])
+def test_images_with_a_flag_belong_to_its_split(tmp_path, capsys, column, is_test):
+    flat(tmp_path)
+    put(tmp_path / "data.csv", f"id,label,{column}\n" + rows(lambda name, k, s: f"{name},{k},{int(s == 'val')}"))
+    assert {split: len(images) for split, images in sources.read(tmp_path)[1].items()} == BOTH
+    assert ("8 test images used as validation images" in capsys.readouterr().out) == is_test
 
 
 def test_list_of_partitions_does_not_replace_other_splits(tmp_path):

@@ -53,12 +53,13 @@ def shard(*files):
 
 
 def test_order_of_labels_and_class_names(tmp_path):
-    """.cls comes before .json and .txt. Samples of different folders may have the same name."""
+    """.cls comes before .json and .txt. Samples of different folders may have the same name. Hidden files are not
+    samples."""
     files = []
     for number, k in enumerate((2, 0, 3, 1) * 3):
         labels = {"cls": f"{k}\n", "json": json.dumps({"label": 9}), "txt": "cabd"[k]}
         files += [(f"{number}/0.{kind}", label.encode()) for kind, label in labels.items()]
-        files.append((f"{number}/0.JPG", image(k, number)))
+        files += [(f"{number}/0.JPG", image(k, number)), (f"{number}/._0.JPG", b"x")]
     put(tmp_path / "a/train-0.tar", write_tar(files))
     for column, names in ((None, None), ("cls", None), ("txt", ["a", "b", "c", "d"])):
         _, splits, classes = sources.read(tmp_path / "a", options=Options(label_column=column))

@@ -56,7 +56,16 @@ LAYOUTS = {
     "splits in classes": (folders("{name}/{value}", "train", "test"), "nested folders", (12, 12)),
     "tables in splits": (table("{}/labels.csv", *NAMED, "train", "valid", folder="{}/images"), "import", (20, 20)),
     "tables next to splits": (table("{}.csv", *NAMED, "train", "valid", folder="{}"), "train.csv, valid.csv", (20, 20)),
-    "table in annotations": (table("annotations/{}.csv", *NAMED, "all"), "annotations/all.csv", (16, 4)),
+    "table in annotations": (
+        table("annotations/{}.csv", *NAMED, "all", folder="annotations"),
+        "annotations/all.csv",
+        (16, 4),
+    ),
+    "paths from a folder of tables": (
+        table("labels/{}.csv", lambda name, k: f"../images/{name}.jpg,{NAMES[k]}", "train", "val"),
+        "labels/train.csv, labels/val.csv",
+        (20, 20),
+    ),
     "one column per class": (
         table(
             "{}.csv",
@@ -207,6 +216,10 @@ def test_oxford_flowers(tmp_path):
         (
             lambda root: matlab.savemat(root / "imagelabels.mat", {"labels": np.ones((1, 7), np.uint8)}),
             "setid.mat: image 8 has no label; download both files again",
+        ),
+        (
+            lambda root: matlab.savemat(root / "setid.mat", {"trnid": [1, 0], "valid": [2], "tstid": [3]}),
+            "setid.mat: image 0 has no label; download both files again",
         ),
         (lambda root: (root / "jpg/image_00003.jpg").unlink(), "setid.mat: image 3: image_00003.jpg is not in"),
     ],
