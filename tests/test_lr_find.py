@@ -402,7 +402,6 @@ def test_rates_of_several_processes_are_multiplied(shard):
     assert schedule.last_lr == pytest.approx(80)
 
 
-@pytest.mark.slow
 def test_suggestion_states_factor_of_training(tmp_path, capsys, shard):
     """A curve that is still falling at the highest rate causes a warning."""
     args = config.parse_args(tiny("--image-root", "DATA", "--output-dir", tmp_path, "--accumulate-steps", "2"))

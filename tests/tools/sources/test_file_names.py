@@ -21,16 +21,17 @@ def write(root, pattern, names, splits=(("train", 0, 5),)):
                 put(root / pattern.format(split=split, name=name, i=i), image(k, i))
 
 
-def dogs_vs_cats(root):
+def dogs_vs_cats(root, test="test1"):
     write(root, "train/{name}.{i}.jpg", ["cat", "dog"])
     for i in range(3):
-        put(root / f"test1/{i}.jpg", image(0, 90 + i))
+        put(root / f"{test}/{i}.jpg", image(0, 90 + i))
 
 
 BOTH = (("train", 0, 5), ("test", 50, 2))
 # {name: (function that writes the images, class names, numbers of images)}
 LAYOUTS = {
     "dogs-vs-cats": (dogs_vs_cats, ["cat", "dog"], (8, 2)),
+    "test images without classes": (lambda root: dogs_vs_cats(root, "test"), ["cat", "dog"], (8, 2)),
     "flat": (lambda root: write(root, "{name}_{i:03d}.jpg", ["A b", "c_d", "e"]), ["A b", "c_d", "e"], (12, 3)),
     "Windows": (lambda root: write(root, "{name} ({i}).jpg", ["A", "b"]), ["A", "b"], (8, 2)),
     "no separator": (lambda root: write(root, "{name}{i}.jpg", ["rain", "shine"]), ["rain", "shine"], (8, 2)),
