@@ -188,6 +188,7 @@ def test_fourth_channel_of_zeros_does_not_change_logits():
     ("arch", "crop", "resize"),
     [
         ("ResNet50", 224, 256),
+        ("resnet-50", 224, 256),
         ("efficientnet-lite0", 224, 256),
         ("EfficientNet_Lite1", 240, 272),
         ("EfficientNet_Lite2", 260, 292),
@@ -197,7 +198,7 @@ def test_default_preprocessing_is_that_of_the_authors(arch, crop, resize):
     network = registered(arch)
     assert (network.image_size, network.image_size * network.resize_ratio) == (crop, pytest.approx(resize))
     lite = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
-    assert network.preprocessing == ({} if arch == "ResNet50" else lite)
+    assert network.preprocessing == (lite if "ite" in arch else {})
 
 
 def test_unknown_model_is_an_error():
