@@ -241,8 +241,8 @@ def serialize(program: static.Program) -> bytes:
 def remove_round_trips(block: Block) -> None:
     """Remove each cast from half precision to float32 whose only reader casts back to the same type, and this reader.
 
-    Where float16 images are multiplied by a parameter, Paddle 2.6 casts them to float32, because AMP changes the type
-    of the parameter only later. AMP then adds the cast back, and the backward pass has the same two casts.
+    Paddle 2.6 casts float16 images to float32 if they are multiplied by a parameter, because AMP changes the type of
+    the parameter only later. AMP then adds the cast back, and the backward pass has the same two casts.
     """
     producers, readers = {}, {}
     for op in block.ops:
