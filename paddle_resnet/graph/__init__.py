@@ -213,14 +213,19 @@ def embed(
     return variables
 
 
-def absorb_casts(block: Block, prefix: str) -> None:
-    """Remove the operators that cast persistable variables whose names begin with `prefix`, and give the variables the
-    type of the cast instead. Variables with other readers are not changed."""
+def _readers(block: Block) -> dict[str, list[Operator]]:
+    """Return {name of a variable: operators that read it}."""
     readers: dict[str, list[Operator]] = {}
     for op in block.ops:
         for name in {*op.input_arg_names}:
             readers.setdefault(name, []).append(op)
-    removed = []
+    return readers
+
+
+def absorb_casts(block: Block, prefix: str) -> None:
+    """Remove the operators that cast persistable variables whose names begin with `prefix`, and give the variables the
+    type of the cast instead. Variables with other readers are not changed."""
+    readers, removed = _readers(block), []
     for name, [op, *others] in readers.items():
         if not name.startswith(prefix) or not block.var(name).persistable or op.type != "cast" or others:
             continue
@@ -244,12 +249,8 @@ def remove_round_trips(block: Block) -> None:
     Paddle 2.6 casts float16 images to float32 if they are multiplied by a parameter, because AMP changes the type of
     the parameter only later. AMP then adds the cast back, and the backward pass has the same two casts.
     """
-    producers, readers = {}, {}
-    for op in block.ops:
-        producers.update(dict.fromkeys(op.output_arg_names, op))
-        for name in {*op.input_arg_names}:
-            readers.setdefault(name, []).append(op)
-    removed = []
+    producers = {name: op for op in block.ops for name in op.output_arg_names}
+    readers, removed = _readers(block), []
     for op in [op for op in block.ops if op.type == "cast"]:
         source, middle = op.input("X")[0], op.output("Out")[0]
         [back, *others] = readers.get(middle) or [None]
